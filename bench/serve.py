@@ -127,7 +127,7 @@ class Bench:
         figures["client_cpu"] = share = figures["process_cpu_share"]
         assert isinstance(share, float)
         if self.roofline is not None:
-            figures["roofline"] = self.roofline.beside(figures)
+            figures["roofline"] = self.roofline.describe(figures)
         notes += [*self._notes(driver), *busy_note(share)]
         show(args.workload, figures, notes)
         report = {**heading(), "url": args.url or "own server", **figures, "notes": notes}

@@ -153,8 +153,8 @@ class EngineConfig:
     )
     image_cache: str | int = setting(
         "256MiB",
-        "memory for a cache of decoded images, and the same again for a cache of the image "
-        "tower's outputs; the latest entry of each is kept even if it is larger",
+        "size of each of two caches: decoded images, and outputs of the image tower; the latest "
+        "entry is kept even if it alone exceeds the size",
         SIZE,
         least=1,
     )
@@ -312,7 +312,7 @@ class EngineConfig:
     overlap: Literal["auto", "on", "off"] = setting(
         "auto",
         "launch each step before the tokens of the previous step are read; auto: on a GPU only; "
-        "on: an error without a GPU",
+        "on: fail without a GPU",
     )
     aging_seconds: float = setting(
         10.0, "raise the priority of a waiting request by one every S seconds", "S", least=0.001

@@ -33,14 +33,14 @@ from .sources.grammar import GrammarSource
 from .sources.merge import GuessTree, Survival
 from .sources.source import GuardedSource, Source, SourceIndexer
 
-PROPOSER = "proposer"  # key of the proposer in `drafters`, beside the names of the sources
-SURE = 0.9  # least survival of a whole looked-up chain that skips the proposer at a fixed depth
+PROPOSER = "proposer"  # key of the proposer in `drafters`; other keys are names of sources
+SURE = 0.9  # minimum survival of a looked-up chain, at a fixed depth, to skip the proposer
 LOOKUP_LEN = 24  # maximum path length of a look-up in "auto", in tokens
 PROPOSER_NODES = 16  # maximum number of nodes in a proposer's draft in "auto"
-FEW_TO_CATCH_UP = 6  # maximum number of missing KV tokens the proposer computes while prompts wait
+FEW_TO_CATCH_UP = 6  # maximum tokens of missing KV that the proposer computes while prompts wait
 PROPOSER_PRIORS = {"greedy": 0.75, "sampled": 0.65}  # prior probability that the best node is right
 
-# Share of a step's time: look-ups without hits back off while deciding takes more.
+# Share of a step's time that decisions may take before look-ups without hits back off.
 DECIDE_SHARE = 0.02
 
 
@@ -101,7 +101,7 @@ class DraftSpeculator(Speculator):
     def _finds_nothing(self, request: Request, num_new_tokens: int) -> bool:
         state = self._states.get(request.request_id)
         return state is None or (
-            state.drafts_nothing(num_new_tokens) and request.sampling.constraint is None
+            state.is_paused(num_new_tokens) and request.sampling.constraint is None
         )
 
     def plan(
@@ -159,13 +159,13 @@ class DraftSpeculator(Speculator):
             return NO_DRAFT_PLAN
         tree = self._look_up(state, depth)
         known = NO_DRAFT if tree is None else tree.chain(depth)
-        # Tokens forced by a grammar are sure, for example.
+        # For example, tokens that a grammar forces are sure.
         is_sure = bool(known.survival) and known.survival[-1] >= SURE
         may_propose = self._proposer is not None and not state.request.is_packed
         plan = DraftPlan(known, max_draft=depth if may_propose and not is_sure else 0)
         may_back_off = self._lost_proposer and self._overlaps
         num_rows = plan.num_rows
-        state.drafted(num_rows, step=self._num_steps, may_back_off=may_back_off)
+        state.note_drafted(num_rows, step=self._num_steps, may_back_off=may_back_off)
         return plan if num_rows else NO_DRAFT_PLAN
 
     def _look_up(self, state: DraftState, most: int) -> GuessTree | None:
@@ -189,7 +189,9 @@ class DraftSpeculator(Speculator):
         )
         levels, nodes = self._draft_shape
         return StepCandidates(
-            lookup=padded([NO_SURVIVAL if s.tree is None else s.tree.survival for s in states]),
+            lookup_survival=padded(
+                [NO_SURVIVAL if s.tree is None else s.tree.survival for s in states]
+            ),
             expected_accepted=expected_accepted,
             num_uncached_draft_tokens=np.array([self._num_uncached(state) for state in states]),
             budget=budget,
@@ -242,7 +244,7 @@ class DraftSpeculator(Speculator):
         may_back_off = self._overlaps or self._is_deciding_dear(candidates.num_decodes)
         num_lookup, depths = allocation.num_lookup.tolist(), allocation.num_proposer.tolist()
         self._uses_proposer = any(depths)
-        # A proposer that weighs its own tokens may use the rows that are left of the budget.
+        # A proposer that compares its nodes with their price may use the rest of the budget.
         room = candidates.budget - allocation.num_rows
         num_proposing = max(1, int(np.count_nonzero(allocation.num_proposer)))
         weighs = self._proposer is not None and self._proposer.weighs
@@ -259,9 +261,9 @@ class DraftSpeculator(Speculator):
                 plans.append(DraftPlan(state.tree.draft(num_nodes)))
             else:
                 plans.append(NO_DRAFT_PLAN)
-            if not state.drafts_nothing(0):
+            if not state.is_paused(0):
                 rows = len(plans[-1].draft.token_ids)  # looked-up rows only
-                state.drafted(rows, step=self._num_steps, may_back_off=may_back_off)
+                state.note_drafted(rows, step=self._num_steps, may_back_off=may_back_off)
         return plans
 
     def _is_deciding_dear(self, num_decodes: int) -> bool:
@@ -277,7 +279,7 @@ class DraftSpeculator(Speculator):
         state = self._states.get(request.request_id)
         if state is None:
             return
-        if state.guesses:
+        if state.unscored:
             state.score(self.acceptance, request.tokens[-num_served:])
         if scheduled.draft_plan.max_draft and self._proposer is not None:
             outcome = DraftOutcome(output.draft, output.path)
@@ -343,7 +345,7 @@ class DraftSpeculator(Speculator):
     def has_work(self) -> bool:
         # Look-ups that back off resume in steps whose number is a multiple of `MAX_PERIOD`.
         if self._is_resting and (self._num_steps + 1) % MAX_PERIOD:
-            return self._indexer.is_behind
+            return self._indexer.has_backlog
         return self._indexer.has_work
 
     def work(self) -> None:
@@ -384,7 +386,7 @@ class _TreePrices:
     """Prices of the nodes of a step's draft trees, in tokens."""
 
     rows: tuple[float, ...]  # price of 1, 2, ... rows in all trees together
-    of_each: Survival  # price of 1, 2, ... rows in one tree, if all trees have equally many
+    per_tree: Survival  # price of 1, 2, ... rows in one tree, if all trees have equally many
     keys: list[float]  # additional price of a node, for the keys it attends to, by request
     passes: tuple[float, ...]  # price of one pass of the proposer with 1, 2, ... rows
 
@@ -394,8 +396,8 @@ class _TreePrices:
         rows, keys, passes = allocation.row_prices, allocation.key_prices, allocation.pass_prices
         if rows is None or keys is None or passes is None:
             return None
-        of_each = rows[num_trees - 1 :: num_trees] / num_trees
-        return cls(tuple(rows.tolist()), of_each, keys.tolist(), tuple(passes.tolist()))
+        per_tree = rows[num_trees - 1 :: num_trees] / num_trees
+        return cls(tuple(rows.tolist()), per_tree, keys.tolist(), tuple(passes.tolist()))
 
     def plan(self, known: GuessTree | None, most: int, request: int) -> DraftPlan:
         """Plan a tree of at most ``most`` nodes for the request with the index ``request``.
@@ -404,8 +406,8 @@ class _TreePrices:
         """
         draft = NO_DRAFT
         if known is not None:
-            survival = known.survival[: min(most, len(self.of_each))]
-            net = (survival - self.keys[request]).cumsum() - self.of_each[: len(survival)]
+            survival = known.survival[: min(most, len(self.per_tree))]
+            net = (survival - self.keys[request]).cumsum() - self.per_tree[: len(survival)]
             draft = known.draft(int(net.argmax()) + 1 if net.size and net.max() > 0.0 else 0)
         return DraftPlan(
             draft,

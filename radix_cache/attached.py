@@ -40,7 +40,8 @@ class StateSlots:
         self.num_total, self.num_logs = num_slots, num_logs
         self.interval = interval  # tokens
         self.num_evicted = 0
-        self.num_recomputed_tokens = 0  # tokens computed again: pages cached, state not kept
+        # tokens that were computed again, because their pages were cached without a state
+        self.num_recomputed_tokens = 0
 
         # kept states by page id; this table owns their slots
         self.attached: dict[int, KeptState] = {}
@@ -49,8 +50,8 @@ class StateSlots:
         self.loading: set[int] = set()  # slots into which a state is being read from a tier
         self.counters = array("Q", bytes(8 * num_slots))
         self.on_attached: Callable[[KeptState], None] = lambda _: None
-        self._free = array("q", range(num_slots - 1, -1, -1))  # a stack
-        self._free_logs = array("q", range(num_logs - 1, -1, -1))  # a stack
+        self._free = array("q", range(num_slots - 1, -1, -1))  # free slots, a stack
+        self._free_logs = array("q", range(num_logs - 1, -1, -1))  # free logs, a stack
         self._clock = 0
 
     @property
@@ -168,11 +169,8 @@ class StateSlots:
         else:
             self.attach(page_id, slot, StateRank.USED)
 
-    def move_on(self, lease: StateLease, page_id: int) -> None:
-        """Let a lease resume from the state of this page; it must not have computed a step.
-
-        O(log n).
-        """
+    def resume_from(self, lease: StateLease, page_id: int) -> None:
+        """Let a lease that has not computed a step resume from the state of a page. O(log n)."""
         self._forget_source(lease)
         lease.source = self.attached[page_id]
         lease.source.num_readers += 1

@@ -1,7 +1,7 @@
 """Checks of the invariants of a cache and its radix tree.
 
 An AssertionError states the broken invariant as a sentence. A large tree takes a while, so every
-function is a generator that yields after each few microseconds: its caller may do other work
+function is a generator that yields every few microseconds: its caller may do other work
 between steps, or stop. The cache must not change until the last step.
 """
 
@@ -16,7 +16,7 @@ from .eviction import EvictionIndex, NamespaceQuota
 from .node import KVLease, LockHandle, Node, StateLease
 
 Steps = Iterator[None]
-FEW = 64  # page ids that one step reads at most
+FEW = 64  # maximum number of page ids that one step reads
 
 
 def run(steps: Steps) -> None:

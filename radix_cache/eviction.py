@@ -19,7 +19,7 @@ from .node import Cause, Eviction, Node
 
 NO_NAMESPACES: Set[str | None] = frozenset()
 MAX_EVICTIONS = 8192
-SLACK = 64  # outdated ranks of a namespace, in addition to its valid ones, before a clean-up
+SLACK = 64  # a heap may hold this many ranks of removed leaves, plus one per valid rank
 
 
 class NamespaceQuota:
@@ -107,22 +107,22 @@ class _Ranks:
         self.heap = ranks  # a sorted list is a heap
         self.most = 2 * len(ranks) + SLACK
 
-    def add(self, rank: int, filed: Mapping[int, object]) -> None:
+    def add(self, rank: int, leaves: Mapping[int, object]) -> None:
         """Add a rank; if the heap is full, remove the ranks of removed leaves. O(log n) on average.
 
-        ``filed``: the leaves of the index by rank.
+        ``leaves``: the leaves of the index by rank.
         """
         heapq.heappush(self.heap, rank)
         if len(self.heap) > self.most:
-            self.heap = sorted(each for each in set(self.heap) if each in filed)
+            self.heap = sorted(each for each in set(self.heap) if each in leaves)
             self.most = 2 * len(self.heap) + SLACK
 
-    def lowest(self, filed: Mapping[int, object]) -> int | None:
+    def lowest(self, leaves: Mapping[int, object]) -> int | None:
         """Return the lowest rank of a leaf in the index, or None. O(log n) per removed leaf.
 
-        ``filed``: the leaves of the index by rank.
+        ``leaves``: the leaves of the index by rank.
         """
-        while self.heap and self.heap[0] not in filed:
+        while self.heap and self.heap[0] not in leaves:
             heapq.heappop(self.heap)
         return self.heap[0] if self.heap else None
 

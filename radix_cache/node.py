@@ -76,7 +76,7 @@ class Node:
     children: dict[bytes, Node] = field(default_factory=dict)  # by the bytes of their first page
     ref_count: int = 0  # live locks at or below this node
     pins: int = 0  # pins among the live locks
-    num_hits: int = 0  # requests that hit it; shown on the dashboard
+    num_hits: int = 0  # requests that hit this node; shown on the dashboard
     last_used: int = 0  # tick of the last lock or unlock; nodes with equal ticks lie on one path
 
     def common_pages(self, data: bytes, start: int) -> int:
@@ -163,10 +163,10 @@ class Match(NamedTuple):
     """
 
     num_tokens: int  # a multiple of the page size
-    page_ids: array[int]  # a copy
+    page_ids: array[int]  # copy of the ids of the matched pages
     namespace: str | None
     node: Node | None  # the deepest node reached; None when the namespace is unknown
-    num_node_pages: int  # pages of that node that matched
+    num_node_pages: int  # number of pages of ``node`` that matched
     epoch: int  # epoch of the tree at the time of the match
 
     @property
@@ -186,9 +186,9 @@ class LockHandle:
     If a node is split, the lower half remains the same object, so ``node`` stays valid.
     """
 
-    node: Node  # the deepest node held
+    node: Node  # deepest node that the lock holds
     num_pages: int  # pages from the root to ``node``; 0 once released
-    is_pin: bool = False  # whether a pin holds it, not a lease
+    is_pin: bool = False  # whether this is the lock of a pin
     is_live: bool = True  # False once released
 
 
@@ -203,8 +203,8 @@ class Eviction:
 class StateRank(IntEnum):
     """Eviction order of kept states: the lowest rank first, states of pinned pages last."""
 
-    GRID = 0  # at regular intervals of a prompt: limits the tokens that a miss computes again
-    USED = 1  # a request is likely to resume there
+    GRID = 0  # state kept at a regular interval of a prompt, to limit recomputation
+    USED = 1  # state from which a request is likely to resume
 
 
 @dataclass(slots=True, eq=False)
@@ -214,8 +214,8 @@ class KeptState:
     page_id: int  # owned by a node of the tree
     slot: int  # owned by `StateSlots.attached`
     rank: StateRank
-    last_used: int  # tick of the last use: attached, or found by a request
-    num_readers: int = 0  # leases whose uncommitted first step copies it
+    last_used: int  # tick at which this state was kept, or last found by a request
+    num_readers: int = 0  # leases whose uncommitted first step copies this state
 
 
 @dataclass(slots=True, eq=False)
@@ -227,13 +227,13 @@ class StateLease:
 
     # state that the first step copies to ``slot``; None after its commit
     source: KeptState | None = None
-    # Tokens that the state in ``slot`` covers, a page's end; 0: no step yet, or void.
+    # Tokens that the state in ``slot`` covers, always whole pages; 0: no state, or an invalid one.
     position: int = 0
     # Tokens to compute again although their pages were cached; counted with the first step.
     num_recomputed: int = 0
-    # Page ends to keep when a step passes them, by position; ascending.
+    # (position, rank) of page ends whose states the next steps keep; ascending.
     wanted: list[tuple[int, StateRank]] = field(default_factory=list)
-    # (position, slot, rank) of page ends that the step under way keeps; this lease owns the slots.
+    # (position, slot, rank) of states that the running step keeps; this lease owns the slots.
     keeps: list[tuple[int, int, StateRank]] = field(default_factory=list)
 
     def want(self, position: int, rank: StateRank = StateRank.USED) -> None:
@@ -258,7 +258,7 @@ class KVLease:
     eviction: Eviction | None = None
     state: StateLease | None = None  # None without recurrent states, and once released
 
-    # Tokens whose pages were found at acquire; with states maybe more than num_cached_tokens.
+    # Tokens whose pages were found at acquire. Without their state, not all are cached tokens.
     num_found_tokens: int = 0
 
     @property

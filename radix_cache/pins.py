@@ -22,7 +22,7 @@ from .node import LockHandle, Match, Node
 from .tree import RadixTree
 
 Item = TypeVar("Item")
-MAX_CONVERSATIONS = 8  # most pinned conversations of a session: its own and its sub-agents'
+MAX_CONVERSATIONS = 8  # maximum number of pinned conversations of a session and its sub-agents
 Session: TypeAlias = tuple[str | None, str]
 """Namespace and name of a session."""
 
@@ -35,8 +35,8 @@ class PinnedPrefix:
     ttl: float  # seconds after the last hit
     until: float  # end of the pin, on the clock of `PinnedPrefixes.expire`
     serial: int  # distinguishes pins that end at the same time
-    is_asked: bool = False  # whether a request asked for it, not only a session
-    sessions: set[Session] = field(default_factory=set)  # sessions whose last turn it is
+    is_asked: bool = False  # whether a request asked for this pin
+    sessions: set[Session] = field(default_factory=set)  # sessions whose last turn this pin keeps
 
     @property
     def namespace(self) -> str | None:
@@ -93,7 +93,7 @@ class PageCounts:
         size = self._sizes.pop(namespace, None)
         if size is None:
             self._num_made += 1
-            size = (0, -self._num_made)  # among equal counts the oldest is first
+            size = (0, -self._num_made)  # the oldest of equal counts comes first
         else:
             del self._names[size]
         now = (size[0] + num_pages, size[1])
@@ -126,13 +126,13 @@ class PinnedPrefixes:
         self._due: SortedDict[tuple[float, int], PinnedPrefix] = SortedDict()
         self._num_pages = PageCounts()  # pinned pages of each namespace
         self._num_made = 0
-        # Pins of sessions alone, which yield first; then the pins that requests asked for.
+        # pins that only sessions use, which are removed first
         self._unasked: ByAge[PinnedPrefix] = ByAge()
-        self._asked: ByAge[PinnedPrefix] = ByAge()
+        self._asked: ByAge[PinnedPrefix] = ByAge()  # pins that requests asked for
         # pins of each session, the oldest first
         self._sessions: dict[Session, list[PinnedPrefix]] = {}
         self._session_ages: ByAge[Session] = ByAge()  # a turn counts as a use
-        self.num_session_yields = 0  # pins of sessions alone that were removed before their end
+        self.num_session_yields = 0  # pins that only sessions used, removed before their end
 
     def __len__(self) -> int:
         return len(self._pins)
@@ -157,7 +157,7 @@ class PinnedPrefixes:
         if session is None:
             self._ask(pinned)
         else:
-            self._move((match.namespace, session), pinned)
+            self._add_to_session((match.namespace, session), pinned)
         self._shrink(pinned)
 
     def _pinned(self, match: Match, ttl: float) -> PinnedPrefix:
@@ -186,13 +186,13 @@ class PinnedPrefixes:
         pinned.is_asked = True
         self._ages(pinned).use(pinned.namespace, pinned)
 
-    def _move(self, session: Session, pinned: PinnedPrefix) -> None:
+    def _add_to_session(self, session: Session, pinned: PinnedPrefix) -> None:
         """Add a pin to a session, and remove the pins of earlier turns that it continues.
 
         The oldest pins are removed, too, if the session has more than `MAX_CONVERSATIONS`.
         """
         known = self._sessions.get(session, [])
-        others = [each for each in known if each is not pinned and not _goes_on(pinned, each)]
+        others = [each for each in known if each is not pinned and not _continues(pinned, each)]
         kept = [*others[1 - MAX_CONVERSATIONS :], pinned]
         self._sessions[session] = kept
         self._session_ages.use(session[0], session)
@@ -379,7 +379,7 @@ class PinnedPrefixes:
         return next(found, newest)
 
 
-def _goes_on(now: PinnedPrefix, before: PinnedPrefix) -> bool:
+def _continues(now: PinnedPrefix, before: PinnedPrefix) -> bool:
     """Whether a turn continues an earlier one: it shares at least half of the earlier pages.
 
     A continuation need not share all pages, because chat templates drop reasoning and agents

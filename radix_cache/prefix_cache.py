@@ -16,7 +16,7 @@ from .tree import RadixTree
 PIN_QUOTA = 0.25  # share of the pool, 0 to 1
 SESSION_TTL = 300.0  # seconds
 NO_QUOTA = 1.0
-IDLE_AFTER = 3  # evicted pages after which a namespace is idle, in sizes of the pool
+IDLE_AFTER = 3  # an unused namespace is idle once this many times the pool was evicted
 
 
 class PrefixCache:
@@ -53,11 +53,10 @@ class PrefixCache:
         self.session_ttl = session_ttl
         self.num_total_pages = num_pages
         self.num_queries = 0  # tokens looked up, over all acquires
-        self.num_hits = 0  # tokens of the queries that were cached
+        self.num_hits = 0  # looked-up tokens that were cached
         self.eviction_log = EvictionLog(page_size)
-        # The tree owns the cached pages; the other objects only observe it.
         quota = None if cache_quota >= 1 else max(1, int(num_pages * cache_quota))
-        self.tree = RadixTree(
+        self.tree = RadixTree(  # owns the cached pages; the other objects only observe it
             page_size,
             quota=quota,
             idle_after=IDLE_AFTER * num_pages,
@@ -65,11 +64,11 @@ class PrefixCache:
         )
         self.pins = PinnedPrefixes(self.tree, quota=int(num_pages * pin_quota), num_pages=num_pages)
         self.transfers = TransferLocks(self.tree, max_pages=int(num_pages * POOL_SHARE))
-        self._last_match: tuple[tuple[object, ...], Match] | None = (
-            None  # the last key of `_match` and its match
-        )
-        self._free = array("q", range(num_pages - 1, -1, -1))  # a stack: the next page is last
-        self.states = states  # owner of the slots that no lease owns
+        # the arguments of the last call of `_match`, and its match
+        self._last_match: tuple[tuple[object, ...], Match] | None = None
+        # free pages, as a stack: the last one is lent next
+        self._free = array("q", range(num_pages - 1, -1, -1))
+        self.states = states  # owns the state slots that no lease owns
         if states is not None:
             self.tree.add_observer(states)
         # Pages allocated since take_newly_allocated_pages; owned by their leases.
@@ -113,7 +112,8 @@ class PrefixCache:
         requests is looked up in every step.
         """
         limit = _borrowable(len(tokens), limit)
-        key = self.tree.version, namespace, limit, tokens  # the limit grows with a request
+        # ``tokens`` may grow in place, which only the limit shows.
+        key = self.tree.version, namespace, limit, tokens
         if self._last_match is None or self._last_match[0] != key:
             match = self.tree.match(tokens, namespace=namespace, limit=limit)
             self._last_match = key, match
@@ -287,10 +287,10 @@ class PrefixCache:
         page_id = None if lease is None else lease.page_ids[position // self.page_size - 1]
         self.states.end_load(slot, page_id)
         if page_id is not None and lease is not None and lease.state is not None:
-            self.states.move_on(lease.state, page_id)
+            self.states.resume_from(lease.state, page_id)
             lease.state.num_recomputed = max(0, lease.num_found_tokens - position)
 
-    def part_state(self, lease: KVLease) -> None:
+    def free_state(self, lease: KVLease) -> None:
         """Free the slot and the log of a lease that will compute no step. O(1)."""
         state, lease.state = lease.state, None
         if self.states is not None and state is not None:

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from .node import LockHandle
 from .tree import RadixTree
 
-MAX_TRANSFERS = 1024  # most transfers at a time
-POOL_SHARE = 0.75  # largest share of the pool that transfers may hold: requests need the rest
-SECONDS = 30.0  # time that pages are held without a message of the reader
-MAX_SECONDS = 600.0  # longest time that pages are held, however often a reader renews
+MAX_TRANSFERS = 1024  # maximum number of transfers at a time
+POOL_SHARE = 0.75  # maximum share of the pool that transfers may hold: requests need the rest
+SECONDS = 30.0  # seconds for which pages are held without a message from the reader
+MAX_SECONDS = 600.0  # maximum seconds for which pages are held, however often a reader renews
 WORD_BYTES = 8
 NAME_BYTES = 16
 
@@ -63,11 +63,10 @@ class TransferLocks:
         self.max_pages = max_pages
         self.on_hold: Callable[[], None] = lambda: None  # called when a transfer begins
 
-        # refused transfers by cause; counted where requests are read
-        self.refused: Counter[str] = Counter()
+        self.refused: Counter[str] = Counter()  # refused transfers by cause
         self.ended = {"done": 0, "expired": 0}  # transfers, by how they ended
         self._tree = tree
-        self._held: dict[str, _Transfer] = {}  # by name
+        self._held: dict[str, _Transfer] = {}  # running transfers by name
         self._free = list(range(max_transfers - 1, -1, -1))  # free slots
 
     def __len__(self) -> int:

@@ -60,7 +60,7 @@ class RadixTree:
         self._roots: dict[str | None, Node] = {}  # roots with a child or a lock
         self._index = EvictionIndex()  # unlocked leaves, no roots
         self._locks: set[LockHandle] = set()  # live locks
-        self._clock = 0  # one tick per lock, growth and unlock
+        self._clock = 0  # one tick per lock, unlock and insertion
         self.epoch = 0  # one tick per node cut or dropped; matches of an older epoch are stale
 
     def add_observer(self, observer: CacheObserver) -> None:
@@ -256,7 +256,7 @@ class RadixTree:
             lock.node.ref_count, lock.node.last_used = 1, self._clock
             lock.node.link(self.page_size)
             self.num_nodes += 1
-        else:  # only this lock holds it: growing in place avoids one node per publish
+        else:  # No other lock holds the node, so it grows in place: one node less per publish.
             self._count(node, -1)
             first = len(node.page_ids)
             node.key += tokens
@@ -270,7 +270,7 @@ class RadixTree:
         """Split a node after ``num_pages``; return the new node, which has the front part.
 
         The old node keeps the rest, so that locks, children and the eviction index still refer to
-        the end that they mean. The caller must lock the new node at once.
+        the right end. The caller must lock the new node at once.
         """
         upper = lower.cut_front(num_pages, self.page_size)
         upper.link(self.page_size)
@@ -283,7 +283,7 @@ class RadixTree:
     # -- counts
 
     def _count(self, node: Node, sign: int = 1) -> None:
-        """Add a node's pages to the counts; with ``sign=-1`` subtract them, before a change."""
+        """Add a node's pages to the counts; with ``sign=-1`` subtract them."""
         count = sign * len(node.page_ids)
         self.num_pages += count
         if node.ref_count:

@@ -40,10 +40,10 @@ class ModelFacts(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
     model_path: str = "own"  # implementation of the layers: own or transformers
     # defaults for fields that a request leaves out
     sampling_defaults: SamplingDefaults = NO_DEFAULTS
-    pooling: PoolingSpec = NO_POOLING  # how the last token's output may be used in place of text
+    pooling: PoolingSpec = NO_POOLING  # whether the model can return embeddings or scores
     takes_images: bool = False  # whether prompts may contain images
     fingerprint: bytes | None = None  # digest of everything that determines the KV, if requested
-    kernels: str = ""  # identity of the kernels, if requested: others may compute different bits
+    kernels: str = ""  # identifier of the kernels, if requested; other kernels may give other bits
 
 
 class Built(ModelFacts, Generic[EngineT], frozen=True, kw_only=True):

@@ -193,8 +193,8 @@ def texts_between(
     try:
         if ours.vocab_size != theirs.vocab_size:
             raise OtherTokensError(
-                f"{path}: the draft model has {ours.vocab_size} tokens in its vocabulary, its "
-                f"target {theirs.vocab_size}"
+                f"{path}: the draft model has {ours.vocab_size} tokens in its vocabulary, and the "
+                f"target has {theirs.vocab_size}"
             )
         check_same_tokens(path, target_path, read=tokenizer_json)
     except OtherTokensError as difference:

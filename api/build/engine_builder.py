@@ -39,12 +39,12 @@ from ...draft.control.outcome import NUM_BEST
 from ..text.gguf_tokenizer import check_vocabulary
 from ..types.sampling_params import SamplingDefaults
 from .adapter_loader import OwnAdapters
-from .beside.drafter import Drafter, load_drafter
-from .beside.kept_kv import KeptKV, check_places, page_keys, prefix_cache, refuse_tiers
 from .built import Built
+from .components.drafter import Drafter, load_drafter
+from .components.kept_kv import KeptKV, check_stores, page_keys, prefix_cache, refuse_tiers
 from .drafts import find_draft, make_speculator, parse_draft
 from .kv_events import events_of
-from .kv_pools import make_pools, model_len, out_of_memory_told
+from .kv_pools import make_pools, model_len, out_of_memory_hint
 from .model_files import ModelSource, find_model
 from .packing import keep_policy_of
 from .sampling_defaults import sampling_defaults
@@ -97,7 +97,7 @@ def _build(
     target, drafter, sizes = models.target, models.drafter, models.sizes
     pool, *own_pools = make_pools(target, drafter.with_pool, config, sizes)
     proposer = drafter.make_proposer(pool, own_pools)
-    _say_what_computes(target, proposer, pool)
+    _log_backend(target, proposer, pool)
     runner = ModelRunner(
         target,
         pool,
@@ -164,7 +164,7 @@ def _load_models(
     device = device_of(config)
     sizes = config.sizes(device.type)
     found = find_draft(spec.model)
-    check_places(config)
+    check_stores(config)
     has_keys = wants_keys or config.has_tiers or config.kv_transfer is not None
     digests = _make_digests() if has_keys else None
     on_read, on_read_head = (None, None) if digests is None else (digests.target, digests.head)
@@ -266,7 +266,7 @@ def _make_digests() -> ModelDigests:
     return ModelDigests()
 
 
-def _say_what_computes(target: Decoder, proposer: Proposer | None, pool: KVPool) -> None:
+def _log_backend(target: Decoder, proposer: Proposer | None, pool: KVPool) -> None:
     drafting = () if proposer is None else proposer.models
     models = [target, *(decoder for decoder, own_pool in drafting if own_pool is not pool)]
     names = [type(decoder.ops).__name__.removesuffix("Ops").lower() for decoder in models]
@@ -292,7 +292,7 @@ def _warm_up(
     drafting = () if proposer is None else proposer.models
     chosen = 1 if costs is None else NUM_BEST  # candidate tokens per position of a draft pass
     remedy = "lower --kv-memory, --max-batch-tokens or --max-running"
-    with out_of_memory_told("while preparing the first step", remedy):
+    with out_of_memory_hint("while preparing the first step", remedy):
         for decoder, pool in (target, *drafting):
             is_target = decoder is target[0]
             if decoder.device.type != "cpu":

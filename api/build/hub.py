@@ -60,7 +60,7 @@ def go_offline() -> None:
     """Use only cached models, in this process and its children."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     constants = sys.modules.get("huggingface_hub.constants")
-    if constants is not None:  # the library has already read the variable
+    if constants is not None:  # huggingface_hub has already read the variable
         constants.HF_HUB_OFFLINE = True  # type: ignore[attr-defined]
 
 

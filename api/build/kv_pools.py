@@ -41,7 +41,7 @@ def make_pools(
     counts = count_states(target, config, sizes) if target.states else None
     num_state_bytes = 0 if counts is None else counts.num_bytes
     num_pages = count_pages(target, drafts, config, sizes, num_state_bytes)
-    with out_of_memory_told(f"allocating {num_pages} KV pages", "lower --kv-memory or --kv-tokens"):
+    with out_of_memory_hint(f"allocating {num_pages} KV pages", "lower --kv-memory or --kv-tokens"):
         states = None if counts is None else _make_states(target, counts, sizes)
         return [
             target.make_pool(
@@ -208,7 +208,7 @@ def model_len(config: EngineConfig, target: Decoder) -> int:
 
 
 @contextmanager
-def out_of_memory_told(when: str, remedy: str) -> Iterator[None]:
+def out_of_memory_hint(when: str, remedy: str) -> Iterator[None]:
     """Convert out-of-memory errors in the block to a `ModelLoadError` with a remedy."""
     try:
         yield

@@ -33,7 +33,7 @@ LEAST_STATES = 2  # minimum number of recurrent states that a store must have ro
 logger = logging.getLogger(__name__)
 
 
-def check_places(config: EngineConfig) -> None:
+def check_stores(config: EngineConfig) -> None:
     """Raise `InvalidRequest` for a store that cannot be used, before the weights are read."""
     if (disk := config.kv_disk_place()) is not None:
         make_root(disk[0])
@@ -53,7 +53,7 @@ def make_tiers(
 ) -> Tiers:
     """Return the tiers that the options ask for.
 
-    ``proposer``: the rows that it keeps for each page are stored with the page. ``make_peers``:
+    ``proposer``: if it keeps rows for each page, they are stored with the page. ``make_peers``
     makes the store that reads other engines' pools, given the size of a page's record in bytes.
     For a model with recurrent states, half of each store is for states. Raises `InvalidRequest`
     for an unusable folder, and for a size that is too small or exceeds the free memory.

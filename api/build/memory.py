@@ -131,6 +131,6 @@ def _smaller(report: ModelReport, free: int) -> str:
 
 
 def most_billions(free: int, quantize: Quantize) -> float:
-    """Return how many billion parameters fit into ``free`` bytes beside a default KV pool."""
+    """Return how many billion parameters fit into ``free`` bytes with a default KV pool."""
     left = max(0, free - min(HOST_KV_BYTES, free // _SHARE))
     return left / (WEIGHT_BYTES.get(quantize, 2.0) * 1e9)

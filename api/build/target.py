@@ -27,7 +27,7 @@ from ...core.ops.machine.host_memory import CAN_SHARE
 from ...core.ops.parallel import Comm
 from ...core.options.settings import parse_size
 from ...core.startup import timed
-from .kv_pools import out_of_memory_told
+from .kv_pools import out_of_memory_hint
 from .memory import check_room
 
 logger = logging.getLogger(__name__)
@@ -47,12 +47,13 @@ def refuse_overlap(config: EngineConfig) -> None:
 
 
 def thread_setter(config: EngineConfig, ops: Ops) -> Callable[[], None]:
-    """Return a function that sets the number of threads. The native kernels use every core.
+    """Return a function that sets the number of compute threads.
 
-    Threads of the native kernels sleep as soon as they wait. OpenMP's threads spin and take the
-    core of the event loop, so torch leaves one core free (measured: two threads on two cores were
-    slower than one; the native kernels were 1.2 to 1.4 times faster). Beside the native kernels,
-    torch has little work and one thread: a second one would wait for the kernels' threads to sleep.
+    The native kernels use every core, since their idle threads sleep at once. Idle OpenMP threads
+    spin and would take the event loop's core, so the torch backend leaves one core free. (Measured
+    on two cores: torch was slower with two threads than with one, and the native kernels were 1.2
+    to 1.4 times faster with two.) With the native kernels, torch has little to compute and gets one
+    thread.
     """
     count = num_threads(config, ops)
 
@@ -110,7 +111,7 @@ def _shares_pools(config: EngineConfig) -> bool:
 def _check_shards(path: Path, size: int, device: torch.device) -> None:
     """Raise `InvalidRequest` for a model that cannot be sharded, before any rank starts."""
     if device.type != "cpu":
-        raise InvalidRequest("tp computes on the CPU only: add --device cpu", param="tp")
+        raise InvalidRequest("tp supports the CPU only: add --device cpu", param="tp")
     try:
         check_shards(read_config(path), size)
     except UnsupportedConfig as reason:
@@ -143,7 +144,7 @@ def load_model(
         check_room(path, config, device)
     remedy = "use a smaller --dtype, or --quantize"
     options: dict[str, Any] = _load_options(config, device)
-    with out_of_memory_told(f"while loading {path.name}", remedy):
+    with out_of_memory_hint(f"while loading {path.name}", remedy):
         return load_decoder(path, **options, on_read=on_read, comm=comm)
 
 
@@ -160,7 +161,7 @@ def load_images(
         plain = choose_ops(
             target.device, exact=config.exact, backend=config.backend, dtype=target.dtype
         )
-    with out_of_memory_told(f"while loading the image tower of {path.name}", "use --no-images"):
+    with out_of_memory_hint(f"while loading the image tower of {path.name}", "use --no-images"):
         return load_vision(
             path,
             target,

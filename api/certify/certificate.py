@@ -43,7 +43,7 @@ from .records import RecordedRequest, engine_facts, kernels_of, plain_params
 
 Tell = Callable[[str], None]
 COUNTED = ("cached_tokens", "loaded_tokens", "proposed_tokens", "accepted_tokens")
-ALWAYS_THERE = {"grammar", "prediction"}  # drafters of requests that bring their own guess
+ALWAYS_THERE = {"grammar", "prediction"}  # drafters that no option can disable
 DISK = "1GiB"  # the size of the folder that the restarted engine reads
 
 
@@ -200,7 +200,7 @@ class Certifier:
                 return
             if not self._cases:
                 await self._prepare(llm)
-            await self._refer(llm, kv)
+            await self._compute_references(llm, kv)
             has_states = llm.built.set_openings is not None
             # The CPU's kernels sum independently of the page size; other kernels may not.
             on_cpu = llm.built.settings["device"] == "cpu"
@@ -261,7 +261,7 @@ class Certifier:
         adapters = tuple(EngineConfig(**self._options).lora_folders)
         self._cases = make_cases(texts, self._number, llm.built.vocab_size, adapters)
 
-    async def _refer(self, llm: AsyncLLM, kv: str) -> None:
+    async def _compute_references(self, llm: AsyncLLM, kv: str) -> None:
         """Compute the reference answers one by one; leave out requests that the model refuses."""
         self._tell(f"{kv}: reference, {len(self._cases)} requests one by one")
         self._expected, kept = {}, []

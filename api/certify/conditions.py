@@ -10,7 +10,7 @@ from ...core.interface.request import CacheOptions
 
 State = Literal["cold", "cached", "repeated", "preempted", "restarted"]
 BATCHES = (1, 8, 64)
-SHARES = (1, 2, 7)  # the share of the requests for each of `BATCHES`: single requests take longest
+SHARES = (1, 2, 7)  # requests of each size in `BATCHES`, as a ratio: single requests take longest
 DEPTH = 4  # draft tokens for a single drafter
 POOL_TOKENS = 16_384
 SMALL_PAGE = 4  # tokens per page in the pass with preemptions, so that requests need many pages

@@ -11,7 +11,7 @@ from .clock import BEGAN
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return the exit status of the process."""
-    with ending_at_once(), uncollected():  # no work has begun while the code is imported
+    with ending_at_once(), uncollected():  # imports need no cleanup after Ctrl-C
         from .commands import main as run
     return run(argv)
 

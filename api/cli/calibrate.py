@@ -30,7 +30,7 @@ def calibrate(model: str | None, data: Path, out: Path) -> int:
     source = find_model(model)
     decoder = load_decoder(source.path, dtype="float32", backend="auto")
     if not isinstance(decoder, OwnDecoder):
-        raise InvalidRequest(f"{source.name} is computed by transformers' modules", param="model")
+        raise InvalidRequest(f"{source.name} needs transformers' modules", param="model")
     longest = min(TEXT_TOKENS, decoder.config.max_model_len)
     encode = load_tokenizer(source.path).backend_tokenizer.encode
     tokens = cut([encode(text, add_special_tokens=False).ids for text in texts], longest)
@@ -42,7 +42,7 @@ def calibrate(model: str | None, data: Path, out: Path) -> int:
         raise InvalidRequest(f"{source.name}: {error}", param="model") from None
     try:
         stats.save(out)
-    except OSError as error:  # a full disk
+    except OSError as error:  # for example a full disk
         raise ForetokenError(f"{out}: {error.strerror}") from None
     print(f"{out}: query statistics of {source.name} over {num_tokens} tokens")
     print(f"concentration |E q| / E |q|, by layer: {shares(stats)}")

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ..certify.certificate import Certificate
 
 REQUESTS, LONG_REQUESTS = 1_000, 10_000
-DIFFERENT, INEXACT = 1, 3  # exit statuses
+DIFFERENT, INEXACT = 1, 3  # exit statuses: tokens differ; the model is not exact
 KINDS = (Chosen, EngineConfig)
 
 
@@ -71,13 +71,13 @@ def certify(parsed: argparse.Namespace) -> int:
     found = asyncio.run(certifier.run())
     if found.exact and not found.passes:
         why = "; ".join(found.skipped.values()) or f"no pass has {parsed.only!r} in its name"
-        raise ForetokenError(f"no pass was run: {why}")
+        raise ForetokenError(f"the certificate has no results: {why}")
     found.command = _command()
     path = Path(parsed.out or f"certificate-{found.model.replace('/', '-')}")
     print(verdict(found), flush=True)
     try:
         _write(path, found, markdown(found))
-    except OSError as error:  # a full disk
+    except OSError as error:  # for example a full disk
         raise ForetokenError(f"{path}: {error.strerror}") from None
     print(f"report: {path}.md, {path}.json")
     if not found.exact:

@@ -41,7 +41,7 @@ class Command(NamedTuple):
     name: str
     help: str
     usage: str  # arguments after the command's name
-    run: str  # function from the parsed arguments to the exit status
+    run: str  # function that takes the parsed arguments and returns the exit status
     add: str = ""  # function that adds the command's own arguments to its parser
     has_model: bool = False  # whether MODEL is the last positional argument
     settings: str = ""  # dataclasses whose settings are flags

@@ -30,7 +30,7 @@ KUBERNETES = ("tcp://", "udp://", "sctp://")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chosen:
-    """The model, and the file of settings."""
+    """The model and the settings file of a command line."""
 
     model: str | None = setting(
         None,
@@ -113,7 +113,7 @@ class Given:
 
         Raises `InvalidRequest`, which names the variable or the file of a wrong value.
         """
-        options = self.options(kind)  # an error here names the source already
+        options = self.options(kind)  # raises errors that already name the source
         try:
             return kind(**options, **more)
         except InvalidRequest as error:

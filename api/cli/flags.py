@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from typing import Any, NoReturn
 
 from ...core.config import format_size
-from ...core.options.settings import SIZE, Setting, settings_of
+from ...core.options.settings import SECONDS, SIZE, Setting, settings_of
 
 TWO_MODELS = "MODEL and --model name different models"
 
@@ -103,15 +103,19 @@ class _HelpAll(argparse.Action):
 
 
 def help_of(each: Setting) -> str:
-    """Return the help text with the default value, unless the text already describes it."""
+    """Return the help text, followed by the default with its unit in brackets.
+
+    The default is left out if it is empty, if the flag is a switch, or if a model may replace it.
+    """
     from ..types.sampling_params import LeftOut
 
-    if each.default in (None, False, True, "", ()) or isinstance(each.default, LeftOut):
+    if isinstance(each.default, bool | LeftOut) or each.default in (None, "", ()):
         return each.help
     if each.metavar == SIZE and isinstance(each.default, int):
         default = format_size(each.default)
     else:
         default = each.default if isinstance(each.default, str) else f"{each.default:.12g}"
+        default += " s" if each.metavar == SECONDS else ""
     return f"{each.help} ({default})"
 
 

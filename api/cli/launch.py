@@ -31,13 +31,13 @@ KINDS = (Chosen, EngineConfig)
 URL = "http://127.0.0.1:8000"
 NO_MODEL = "MODEL"  # placeholder for --show without a server
 NO_KEY = "none"  # clients require a key, and a server without keys accepts any
-KEY_VARIABLE = "LOCAL_KEY"  # read by Codex
+KEY_VARIABLE = "LOCAL_KEY"  # environment variable that Codex reads
 MOST_OUTPUT = 32000  # tokens that opencode reserves for an answer
 ENOUGH = 32768  # tokens of context for an agent's first prompts and some turns
 END_SECONDS = 10.0  # time limit for a client or a new server to end
 LOOK_SECONDS = 0.1  # interval between attempts to connect to a new server
 HOST = "127.0.0.1"  # address of a new server
-OWN_FLAGS = (f"--host={HOST}", "--log-format=text")  # the log's last line is shown on failure
+OWN_FLAGS = (f"--host={HOST}", "--log-format=text")  # failures show the last log line
 
 
 class Server(NamedTuple):
@@ -137,7 +137,7 @@ def add_flags(parser: Parser) -> None:
     parser.add_argument(
         "--show",
         action="store_true",
-        help="print variables and command without starting the client",
+        help="print the client's command and environment variables without starting it",
     )
 
 
@@ -178,7 +178,7 @@ def _run(command: Sequence[str], started: Started) -> int:
     try:
         return client.wait()
     finally:
-        _end(client)  # still running if a signal ends this process
+        _end(client)  # the client still runs if a signal ends this process
         signal.signal(signal.SIGINT, before)
 
 
@@ -292,7 +292,7 @@ def _fresh(args: Sequence[str], key: str | None, scheme: str) -> Iterator[str]:
             stderr=log,
             stdout=subprocess.DEVNULL,
             stdin=subprocess.DEVNULL,
-            start_new_session=True,  # keeps Ctrl-C for the client
+            start_new_session=True,  # Ctrl-C reaches only the client
             env={**os.environ, **key_variable, "PYTHONPATH": path},
         )
         try:

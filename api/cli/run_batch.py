@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ..dialects.batches.bodies import OutputLine
 
 KINDS = (Chosen, EngineConfig)
-FAILED = 1  # exit status
+FAILED = 1  # exit status if a request failed
 TOLD_ERRORS = 10
 
 

@@ -68,7 +68,7 @@ def _compare(path: Path, size: int, threads: int) -> int:
     error = (found - expected).abs().max().item()
     checks = {
         f"logits: error {error:.1e} of {LIMIT:.0e}": error <= LIMIT,
-        "a row beside others: the same bits": torch.equal(found[-1], beside[-1]),
+        "a row in a batch with others: the same bits": torch.equal(found[-1], beside[-1]),
     }
     for name, holds in checks.items():
         print(f"{name:42} {'ok' if holds else 'WRONG'}")

@@ -108,7 +108,8 @@ def _ray_replicas(model: str | None, front: FrontOptions, options: dict[str, Any
     from ..cluster.launcher import PlannedReplicas, plan_of
     from ..cluster.ray_app import RayCluster
 
-    own = {name: value for name, value in options.items() if name != "lora"}  # loaded by the front
+    # The front loads the adapters.
+    own = {name: value for name, value in options.items() if name != "lora"}
     return PlannedReplicas(plan_of(model, front, own), RayCluster(owns_ray=not is_joined))
 
 
@@ -116,7 +117,7 @@ def replica(parsed: argparse.Namespace) -> int:
     """Compute for a front until a signal. Return the exit status."""
     given = Given(parsed, REPLICA)
     joining, (model, options) = given.make(Joining), model_options(given)
-    dial = _dialling(joining.front)
+    dial = _connector(joining.front)
     from ..cluster.replica.process import run
     from ..server.observation.logs import configure
 
@@ -126,7 +127,7 @@ def replica(parsed: argparse.Namespace) -> int:
     return run(model, config, dial, address=joining.front, num_shares=num_shares)
 
 
-def _dialling(front: str) -> Callable[[], FrontLink]:
+def _connector(front: str) -> Callable[[], FrontLink]:
     """Check a front's address. Return a function that connects to it.
 
     Raises `InvalidRequest` for an invalid address, or if the extra ``events`` is not installed.

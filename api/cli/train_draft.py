@@ -95,15 +95,15 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         "--regenerate",
         choices=("auto", "on", "off"),
         default="auto",
-        help="answers to train on; auto: let the target answer chats again; on: also recorded "
-        "traffic and texts; off: use all answers as they are",
+        help="data for which the target generates new answers to train on: chats (auto), also "
+        "recorded traffic and texts (on), or none (off) (auto)",
     )
     add(
         "--seed",
         type=int,
         default=0,
         metavar="N",
-        help="seed of the training (0); same seed and data, same draft",
+        help="seed of the training (0); the same seed and data give the same draft",
     )
 
 
@@ -149,7 +149,7 @@ def _above_zero(text: str) -> float:
         number = float(text)
     except ValueError:
         number = -1.0
-    if not 0 < number < 1e6:  # also false for nan
+    if not 0 < number < 1e6:  # false for NaN, too
         raise argparse.ArgumentTypeError(f"'{text}' is not a number above 0")
     return number
 
@@ -332,7 +332,7 @@ def _rates(
     from ..types.sampling_params import SamplingParams
 
     options = {"device": parsed.device, "dtype": parsed.dtype, "threads": parsed.threads}
-    options["generation_config"] = "none"  # only a temperature, as in training
+    options["generation_config"] = "none"  # training uses a temperature and no filters
     found = {}
     with LLM(parsed.target, draft=draft, **options) as llm:
         for temperature in (0.0, 1.0):

@@ -147,7 +147,7 @@ class PlannedReplicas:
     async def close(self) -> None:
         """Stop the replicas after a change in progress."""
         self._is_closed = True
-        async with self._changing:  # later changes are refused
+        async with self._changing:  # waits for a change in progress
             await asyncio.to_thread(self._cluster.close)
 
 
@@ -159,5 +159,5 @@ def _take_signals_back() -> None:
     """
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGTERM, signal.SIGINT):
-            if (handler := signal.getsignal(number)) is not None:  # installed by Python
+            if (handler := signal.getsignal(number)) is not None:  # else C code installed it
                 signal.signal(number, handler)

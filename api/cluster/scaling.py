@@ -75,8 +75,8 @@ def want(
 
 
 def _num_needed(loads: Sequence[ReplicaLoad], current: int) -> int:
-    needed = ceil(round(sum(each.usage for each in loads) / FULL, 9))  # floats: 2.1 / 0.7 > 3
-    if sum(each.waiting for each in loads) >= 1:  # less than 1: they wait only at times
+    needed = ceil(round(sum(each.usage for each in loads) / FULL, 9))  # rounded: 2.1 / 0.7 > 3
+    if sum(each.waiting for each in loads) >= 1:  # below 1: waits are brief
         needed = max(needed, min(len(loads), current) + 1)
     return needed
 

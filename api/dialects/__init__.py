@@ -40,8 +40,11 @@ def api_of(scope: Scope) -> Api:
     return next(named, OPENAI)
 
 
-def at_home(scope: Scope) -> Scope:
-    """Return the scope of a request, with the API's `moved` prefix replaced in its path."""
+def with_route_prefix(scope: Scope) -> Scope:
+    """Return an ASGI scope whose path has the prefix of the routes.
+
+    Clients of some APIs use another prefix, which `Api.moved` names.
+    """
     moved, path = api_of(scope).moved, scope["path"]
     if moved is None or not (path == moved[0] or path.startswith(f"{moved[0]}/")):
         return scope

@@ -19,7 +19,8 @@ Otherwise a small model that is forced to call, and may not write text after a c
 until the context is full.
 """
 
-# (grammar, tools, parallel): returns the rule after the first mark, for one call or several.
+# A function of (grammar, tools, parallel). It returns the rule for the text after the first
+# delimiter of one call or several.
 Block = Callable[[Lark, "Sequence[Tool]", bool], str]
 
 
@@ -57,7 +58,7 @@ class Marked:
 
 @dataclass(frozen=True, slots=True)
 class Bare:
-    """Calls without marks: an answer that begins like a call consists of calls alone."""
+    """Calls without delimiters: an answer that begins like a call consists of calls alone."""
 
     beginnings: tuple[str, ...]
     block: Block
@@ -96,6 +97,6 @@ def between(before: str, after: str) -> Callable[[Tool], str]:
     return written
 
 
-def behind_name(mark: str) -> Callable[[Tool], str]:
-    """Return a function that writes a tool's rule: its name, a mark and its arguments."""
+def after_name(mark: str) -> Callable[[Tool], str]:
+    """Return a function that writes a tool's rule: its name, a delimiter and its arguments."""
     return lambda tool: f"{lark_text(tool.name)} {mark} {arguments(tool)}"

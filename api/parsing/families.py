@@ -64,7 +64,8 @@ FAMILIES: dict[str, Family] = {
 def reader_of(name: str, tools: Sequence[Tool], *, has_form: bool = False) -> Reader:
     """Return a reader of a family's answers.
 
-    ``has_form``: the answer is structured output in JSON, so that JSON without marks is content.
+    ``has_form``: the answer is structured output in JSON, so that JSON without delimiters is
+    content.
     """
     family, offers = FAMILIES[name], Offers(tools)
     beginnings = family.beginnings if has_form else _with_plain(name)
@@ -73,7 +74,7 @@ def reader_of(name: str, tools: Sequence[Tool], *, has_form: bool = False) -> Re
 
 @cache
 def _with_plain(name: str) -> list[Beginning]:
-    """Return the beginnings of a format's calls, and others that models often write instead."""
+    """Return the beginnings of a format's calls, and of calls that models often write instead."""
     own = FAMILIES[name].beginnings
     hermes = Beginning(
         mark=HERMES_BEGIN, read=read_block, ends=(HERMES_END,), where=Where.LINE,

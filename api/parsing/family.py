@@ -8,10 +8,10 @@ from typing import Any, TypeAlias
 
 from .call_grammars import CallGrammar
 from .output_parser import Reading, Source
-from .reading.answer import Beginning, read_words
+from .reading.answer import Beginning, read_content
 from .reading.offers import Offers
 
-WordsReader: TypeAlias = Callable[[Source, Sequence[Beginning], Offers], Reading[None]]
+ContentReader: TypeAlias = Callable[[Source, Sequence[Beginning], Offers], Reading[None]]
 Messages: TypeAlias = Sequence[Mapping[str, Any]]
 Prepare: TypeAlias = Callable[[Messages], Messages]
 
@@ -37,6 +37,6 @@ class Family:
     clues: tuple[str, ...]
     beginnings: Sequence[Beginning]
     grammar: Callable[[str, Mapping[str, int]], CallGrammar]
-    read: WordsReader = read_words
+    read: ContentReader = read_content
     reads_thoughts: bool = False
     prepare: Prepare = as_they_are

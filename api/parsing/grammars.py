@@ -33,7 +33,7 @@ _REGEX_PART = re.compile(r"\\.|[/\n]", re.DOTALL)
 class Lark:
     """The rules of a grammar.
 
-    ``vocab``: the ids of marks that are single tokens, which are then matched as tokens.
+    ``vocab``: the ids of delimiters that are single tokens, which are then matched as tokens.
     """
 
     def __init__(self, vocab: Mapping[str, int]) -> None:
@@ -53,17 +53,17 @@ class Lark:
         return "\n".join([f"start: {start}", *self._rules.values(), ""])
 
     def mark(self, mark: str) -> str:
-        """Return the expression for one mark: its token, or its text."""
+        """Return the expression for one delimiter: its token, or its text."""
         token_id = self._vocab.get(mark)
         return lark_text(mark) if token_id is None else f"<[{token_id}]>"
 
     def up_to(
         self, mark: str, name: str, *, through: Set[int] = frozenset(), marks: Sequence[str] = ()
     ) -> str:
-        """Return a rule for any text up to and including the first mark.
+        """Return a rule for any text up to and including the first delimiter.
 
-        If the mark is a single token, ``through`` are the only special tokens that the text may
-        contain, and ``marks`` are further marks that it must not contain.
+        If the delimiter is a single token, ``through`` are the only special tokens that the text
+        may contain, and ``marks`` are further delimiters that it must not contain.
         """
         token_id = self._vocab.get(mark)
         if token_id is not None:
@@ -74,13 +74,13 @@ class Lark:
         return self.rule(name, f"/(?s:.*){_quoted(mark)}/", options="[lazy]")
 
     def matching(self, pattern: str, mark: str, name: str) -> str:
-        """Return a rule for text that matches a pattern, up to and including the mark."""
+        """Return a rule for text that matches a pattern, up to and including the delimiter."""
         if mark in self._vocab:
             return f"{self.rule(name, f'/{_regex(pattern)}/')} {self.mark(mark)}"
         return self.rule(name, f"/(?:{_regex(pattern)}){_quoted(mark)}/", options="[lazy]")
 
     def lazily(self, mark: str, name: str) -> str:
-        """Return a rule that matches a mark as soon as it is complete."""
+        """Return a rule that matches a delimiter as soon as it is complete."""
         return self.rule(name, self.mark(mark), options="" if mark in self._vocab else "[lazy]")
 
     def breaks(self) -> str:
@@ -88,15 +88,15 @@ class Lark:
         return self.rule("BREAKS", LINE_BREAKS)
 
     def without(self, mark: str, name: str) -> str:
-        """Return a rule for text that does not contain the mark, however it is tokenized."""
+        """Return a rule for text that does not contain the delimiter, however it is tokenized."""
         return self.without_any((mark,), name)
 
     def without_any(self, marks: Iterable[str], name: str) -> str:
-        """Return a rule for text without any of the marks."""
+        """Return a rule for text without any of the delimiters."""
         return self._all_but(name, f"(?s:.*)({'|'.join(map(_quoted, marks))})(?s:.*)")
 
     def not_beginning(self, marks: Iterable[str], name: str) -> str:
-        """Return a rule for text that does not begin with a mark, even after white space."""
+        """Return a rule for text that does not begin with a delimiter, even after white space."""
         return self._all_but(name, rf"\s*({'|'.join(map(_quoted, marks))})(?s:.*)")
 
     def _all_but(self, name: str, pattern: str) -> str:
@@ -186,7 +186,7 @@ _ABOUT_WHOLE = (
     "minProperties", "maxProperties", "dependentRequired", "dependentSchemas",
 )  # fmt: skip
 _ABOUT_TEXT = ("pattern", "format", "minLength", "maxLength")
-MAX_PROPERTIES = 4096  # per tool; a grammar of more would be too long in any case
+MAX_PROPERTIES = 4096  # maximum per tool: a grammar for more would be too long in any case
 _KEY = re.compile(r"\w+", re.ASCII)
 
 
@@ -206,15 +206,14 @@ def listed(lark: Lark, members: Sequence[tuple[str, bool]], name: str, *, comma:
     return first
 
 
-def not_strict(tool: Tool, part: str) -> InvalidRequest:
-    """Return the error for a strict tool whose schema has a ``part`` that cannot be enforced."""
-    message = f"tools: {tool.name} cannot be strict: the model's format does not enforce {part}"
-    return InvalidRequest(message, param="tools")
+def not_strict(tool: Tool, reason: str) -> InvalidRequest:
+    """Return the error for a strict tool whose schema cannot be enforced."""
+    return InvalidRequest(f"tools: {tool.name} cannot be strict: {reason}", param="tools")
 
 
 def _check_text(tool: Tool, schema: Mapping[str, Any]) -> None:
     if tool.strict and (found := [key for key in _ABOUT_TEXT if key in schema]):
-        raise not_strict(tool, f"{found[0]} of a string")
+        raise not_strict(tool, f"the model's format does not enforce {found[0]} of a string")
 
 
 def properties_of(tool: Tool) -> dict[str, Mapping[str, Any]]:
@@ -225,7 +224,8 @@ def properties_of(tool: Tool) -> dict[str, Mapping[str, Any]]:
     """
     schema = tool.parameters or {}
     if tool.strict and (found := [key for key in _ABOUT_WHOLE if key in schema]):
-        raise not_strict(tool, f"{found[0]} at the top of its schema")
+        where = "at the top level of its schema"
+        raise not_strict(tool, f"the model's format does not enforce {found[0]} {where}")
     shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     properties: dict[str, Any] = {key: {} for key in required_of(tool)}
     properties |= dict(schema.get("properties", {}))

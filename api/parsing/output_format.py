@@ -83,7 +83,7 @@ class Syntax:
 
     @property
     def thought_marks(self) -> Thinking | None:
-        """The marks around a thought (harmony's if the reader of calls separates thoughts)."""
+        """The delimiters around a thought (harmony's if the reader of calls separates thoughts)."""
         return HARMONY_THINK if self._reads_thoughts else self.thinking
 
     def parser(
@@ -93,8 +93,8 @@ class Syntax:
 
         ``tools``: tools that may be called, empty if the choice is "none". ``prompt_tail``: the end
         of the rendered prompt with its special tokens (about 64 characters), which may have opened
-        a thought. ``has_form``: the request has structured output, so that JSON without marks is
-        content.
+        a thought. ``has_form``: the request has structured output, so that JSON without delimiters
+        is content.
         """
         parser: OutputParser = PlainParser()
         if self._reads_thoughts or (tools and self.has_tools):
@@ -147,7 +147,7 @@ class Syntax:
             return None
         if self.thinking is None or state is ThinkingState.CLOSED:
             return lark.text(body)
-        special = self.shown_ids(tools=True)  # marks of calls inside a thought are part of it
+        special = self.shown_ids(tools=True)  # delimiters of calls inside a thought are part of it
         return lark.text(_with_thought(lark, self.thinking, body, state, special))
 
     @property
@@ -197,13 +197,13 @@ def _with_thought(
     """
     answer = lark.rule("answer", body)
     thought = lark.up_to(marks.end, "thought", through=special)
-    behind = lark.rule("behind", f"{thought} {lark.breaks()} {answer}")
+    after = lark.rule("behind", f"{thought} {lark.breaks()} {answer}")
     if state is ThinkingState.OPEN:
-        return behind
+        return after
     opened = lark.lazily(marks.begin, "open")
     if marks.label:
         opened = f"{opened} {lark_text(marks.label)}"
-    return f"{answer} | {opened} {behind}"
+    return f"{answer} | {opened} {after}"
 
 
 def check_tools(tools: Sequence[Tool], choice: ToolChoice) -> None:

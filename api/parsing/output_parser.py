@@ -17,7 +17,7 @@ from msgspec import Struct
 
 
 class Reasoning(Struct, frozen=True):
-    """Text of a thought, without the marks around it."""
+    """Text of a thought, without the delimiters around it."""
 
     text: str
 
@@ -55,13 +55,13 @@ class OutputParser(Protocol):
     """
 
     def feed(self, text: str) -> Sequence[Event]:
-        """Add text and return the events that are certain; a possible mark is held back."""
+        """Add text and return the events that are certain; a possible delimiter is held back."""
 
     def end(self, *, is_cut: bool = False) -> Sequence[Event]:
         """Return the remaining events at the end of the text.
 
         ``is_cut``: a limit or a stop string ended the text, not the model. A call whose closing
-        mark the model left out is complete; a call that was cut off has no `CallEnd`.
+        delimiter the model left out is complete; a call that was cut off has no `CallEnd`.
         """
 
 
@@ -92,7 +92,9 @@ class Cut(Exception):  # noqa: N818
 
 
 class Ended(Cut):
-    """Raised if the text ends between parts of a call or value: only closing marks are missing."""
+    """Raised if the text ends between parts of a call or value: only closing delimiters are
+    missing.
+    """
 
 
 class Source:
@@ -120,7 +122,7 @@ class Source:
         """Remember text that is read from now on, and forget what was remembered before."""
         self._kept, self._is_keeping = [], True
 
-    def let_go(self) -> str:
+    def release(self) -> str:
         """Return the text read since `keep`, and stop remembering it."""
         kept, self._kept, self._is_keeping = self._kept, [], False
         return "".join(kept)
@@ -201,7 +203,7 @@ class Source:
         """Return the available unread text between two offsets; take nothing."""
         return self._text[self._pos + start : self._pos + stop]
 
-    def behind(self, pattern: re.Pattern[str], at: int) -> Reading[int]:
+    def after(self, pattern: re.Pattern[str], at: int) -> Reading[int]:
         """Return the offset after the characters from ``at`` on that ``pattern`` matches."""
         while True:
             if found := pattern.match(self._text, self._pos + at):
@@ -210,9 +212,9 @@ class Source:
                 return at
             yield None
 
-    def behind_white(self, at: int = 0) -> Reading[int]:
+    def after_white(self, at: int = 0) -> Reading[int]:
         """Return the offset after any white space at offset ``at``; take nothing."""
-        return (yield from self.behind(_WHITE, at))
+        return (yield from self.after(_WHITE, at))
 
     def literal(self, literal: str) -> Reading[bool]:
         """Take ``literal`` if it comes next; return whether it did."""
@@ -227,11 +229,12 @@ class Source:
             raise Cut if self._begins(literal) else Malformed
 
     def close(self, *marks: str) -> Reading[bool]:
-        """Take white space and one of ``marks``; at the end of the text also an incomplete mark.
+        """Take white space and one of ``marks``; at the end of the text also an incomplete
+        delimiter.
 
         Returns False, and takes nothing, if other text comes.
         """
-        at = yield from self.behind_white()
+        at = yield from self.after_white()
         mark = yield from self.which(marks, at)
         is_cut_off = self._num_left > at and any(self._begins(each, at) for each in marks)
         self.take(self._num_left if is_cut_off else at + len(mark) if mark else 0)
@@ -244,11 +247,17 @@ class Source:
             yield from self.white()
 
     def until(self, mark: str, wrap: Callable[[str], Event]) -> Reading[bool]:
-        """Yield the text before a mark, which is not taken; return False if there is no mark."""
+        """Yield the text before a delimiter, which is not taken.
+
+        Return False if there is no delimiter.
+        """
         return bool((yield from self.until_any((mark,), wrap)))
 
     def until_any(self, marks: tuple[str, ...], wrap: Callable[[str], Event]) -> Reading[str]:
-        """Yield the text before the first mark, which is not taken; return the mark or ""."""
+        """Yield the text before the first delimiter, which is not taken.
+
+        Return the delimiter or "".
+        """
         pattern = _any_of(marks)
         while True:
             found = pattern.search(self._text, self._pos)
@@ -261,7 +270,7 @@ class Source:
             yield None
 
     def _num_held(self, mark: str) -> int:
-        """Return how many characters at the end may be the beginning of the mark."""
+        """Return how many characters at the end may be the beginning of the delimiter."""
         at = max(self._pos, len(self._text) - len(mark) + 1)
         while (at := self._text.find(mark[0], at)) >= 0:
             if mark.startswith(self._text[at:]):
@@ -308,14 +317,14 @@ class ReaderParser:
         if not text:
             return []
         self._source.add(text)
-        return self._go_on()
+        return self._read_events()
 
     def end(self, *, is_cut: bool = False) -> Sequence[Event]:
         """Return the remaining events at the end of the text."""
         self._source.is_ended, self._source.is_cut = True, is_cut
-        return self._go_on()
+        return self._read_events()
 
-    def _go_on(self) -> list[Event]:
+    def _read_events(self) -> list[Event]:
         events: list[Event] = []
         for event in self._reading:
             if event is None:

@@ -12,9 +12,9 @@ from .output_parser import Event, OutputParser, ReaderParser, Reading, Reasoning
 
 @dataclass(frozen=True, slots=True)
 class Thinking:
-    """The marks around a thought. Line breaks directly after a mark belong to it.
+    """The delimiters around a thought. Line breaks directly after a delimiter belong to it.
 
-    ``label``: text that always follows the first mark.
+    ``label``: text that always follows the first delimiter.
     """
 
     begin: str

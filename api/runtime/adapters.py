@@ -146,8 +146,8 @@ class Adapters:
             self._last_number += 1
             where = AdapterFolder(folder, below)
             loaded = await loader.load(name, self._last_number, where)
-            # Meanwhile, new requests may have begun to use the replaced adapter and keep it in
-            # memory.
+            # Checked again, because requests that began during the load may keep the adapter that
+            # is to be replaced in memory.
             try:
                 self._check_room(name)
             except InvalidRequest:

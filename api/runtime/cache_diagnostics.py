@@ -46,7 +46,7 @@ Cause = Literal[
     "state_not_kept",  # the KV was cached, but the recurrent state at its end was not
     "unsound",  # a tier returned damaged or missing pages
     "not_written",  # the earlier prompt was not cached yet, or its request disabled cache writes
-    "not_read",  # the request disabled cache reads or wanted prompt logprobs
+    "not_read",  # the request disabled cache reads or asked for prompt logprobs
     "other_salt",  # the response to compare with, of the same API key, has another cache salt
     "too_short",  # the prompt has no whole page before its last token
     "first_seen",  # no similar prompt is known
@@ -90,7 +90,7 @@ class Difference:
 class TokenChange:
     """The first token in which a prompt differs from an earlier prompt and its answer."""
 
-    position: int  # index in the prompt
+    position: int  # index of the token in the prompt
     before_id: int
     before: str
     now_id: int
@@ -329,7 +329,7 @@ def _was_written(other: Remembered, prompt: Remembered) -> bool:
     """Whether ``other`` had already been computed and cached when ``prompt`` arrived."""
     usage = other.usage
     wait = usage.time_to_first_token
-    if not wait and usage.cached_tokens + usage.cache_write_tokens:  # only prefilled, no answer
+    if not wait and usage.cached_tokens + usage.cache_write_tokens:  # computed without an answer
         wait = usage.total_time
     return other.writes and 0 < wait <= prompt.time - other.time
 
@@ -363,7 +363,7 @@ def _loses_thought(marks: Thinking, head: str, before: str, now: str) -> bool:
 def _begins(mark: str, head: str, text: str) -> bool:
     """Whether ``mark`` follows ``head`` in ``text``, or straddles the end of ``head``.
 
-    White space before the mark is ignored. ``text`` begins with ``head``.
+    White space before the delimiter is ignored. ``text`` begins with ``head``.
     """
     at = text.find(mark, max(0, len(head) - len(mark) + 1))
     return at >= 0 and not text[len(head) : at].strip()

@@ -36,7 +36,7 @@ from .conversation.normalize import Normalizer
 from .conversation.prompt_history import PromptNote
 from .conversation.seen_images import see, with_results_seen
 from .conversation.template_writer import TemplateWriter
-from .conversation.token_history import Place, TokenHistory, said_of
+from .conversation.token_history import PrefixDigest, TokenHistory, message_digest
 from .engine_client import EngineClient
 from .generation import Answer, Generation, each_of
 from .preprocess import PromptTokens, needs_closing, warm_params
@@ -55,7 +55,7 @@ class ChoiceReader:
         self.choice = Choice(index=index)
         self._parser = parser
         self._is_single = choice.is_single  # the choice ends after its first call
-        # If a call is required, any text in the output is the rest of a truncated call mark.
+        # If a call is required, any text in the output is the rest of a truncated call delimiter.
         self._has_text = choice.mode != "required"
         self._num_calls = 0
         self._is_called = False  # whether the last call is complete
@@ -149,7 +149,7 @@ class ChoiceReader:
 
 
 def _keeps_order(event: Content | Reasoning, part: TextDelta) -> bool:
-    """Whether the delta can take the event and still be in order: reasoning, content, calls."""
+    """Whether the delta is still in order with the event added: reasoning, content, calls."""
     return not part.tool_calls and (not part.text or isinstance(event, Content))
 
 
@@ -235,10 +235,10 @@ class ChatAnswer:
         self._llm.prompts.add_answer(self._answer.request_id, ids)
         if history is None:
             return
-        said = said_of(choice.message)
-        if said is not None:
-            place = Place().behind(self._answer.prompt_token_ids)
-            history.put(owner_of(salt), salt, said, place, ids)
+        digest = message_digest(choice.message)
+        if digest is not None:
+            prefix = PrefixDigest().after(self._answer.prompt_token_ids)
+            history.put(owner_of(salt), salt, digest, prefix, ids)
 
     async def collect(self) -> list[Choice]:
         """Return all choices, read to their ends, and close the answer.

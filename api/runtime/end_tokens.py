@@ -81,11 +81,12 @@ class _Conversations:
         called, value = self._calling()
         result = {"role": "tool", "tool_call_id": _id(0), "name": "look", "content": _RESULT}
         return {
-            *self._behind(said, _SAID, asked, _NEXT, known)[:1],
-            *self._behind(called, value, result, _RESULT, known)[-1:],  # call marks come before it
+            *self._end_marks(said, _SAID, asked, _NEXT, known)[:1],
+            # the last one, since marks of calls may come before the end token
+            *self._end_marks(called, value, result, _RESULT, known)[-1:],
         }
 
-    def _behind(
+    def _end_marks(
         self,
         message: Mapping[str, Any],
         said: str,
@@ -151,7 +152,7 @@ class _Conversations:
     ) -> list[int]:
         """Return the special tokens in the text after the last ``start`` and before ``stop``.
 
-        If ``stop`` is missing, the text extends to the end; if ``is_between``, it is then empty.
+        If ``stop`` does not occur, the text extends to the end, or is empty if ``is_between``.
         """
         _, has_begun, behind = written.rpartition(start)
         piece, has_ended, _ = behind.partition(stop) if stop else (behind, "", "")

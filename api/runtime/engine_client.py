@@ -86,7 +86,8 @@ class EngineClient:
         self._starting = asyncio.Lock()
         # the task that loads the model; it continues if `start` is cancelled
         self._loading: asyncio.Task[Built[ServingEngine]] | None = None
-        self._ending: asyncio.Task[None] | None = None  # `close`, if ``async with`` was cancelled
+        # the task that runs `close` if ``async with`` was cancelled
+        self._ending: asyncio.Task[None] | None = None
         self._closed = False  # new requests and calls are refused
         self._is_over = False  # requests of open calls are refused, too
         self._num_calls = 0  # number of open calls
@@ -104,7 +105,7 @@ class EngineClient:
         self.adapters = Adapters()  # replaced by the engine's adapters in `start`
         self._answers: dict[str, Answer] = {}  # answers that were not forgotten yet, by id
         self._room = asyncio.Event()  # set when an answer ends
-        self._people_left = -math.inf  # time at which the last answer outside a batch ended
+        self._interactive_ended = -math.inf  # time at which the last answer outside a batch ended
 
     @classmethod
     def from_built(cls, built: Built[ServingEngine]) -> Self:
@@ -139,7 +140,7 @@ class EngineClient:
             self._check_open()
             if self._tokenizer is not None:
                 return
-            template, options = template_of(self.config)  # fails early, before the slow part
+            template, options = template_of(self.config)  # raises its errors before the slow load
             if self._built is None:
                 self._built = await self._build()
             tokenizer = await asyncio.to_thread(
@@ -203,7 +204,7 @@ class EngineClient:
             task.cancel()
         self._comparing.close()
         async with self._starting:
-            if self._loading is not None:  # left by a cancelled start
+            if self._loading is not None:  # a cancelled `start` left its task running
                 await asyncio.wait({self._loading})
                 if not self._loading.cancelled() and self._loading.exception() is None:
                     self._built = self._loading.result()
@@ -365,7 +366,7 @@ class EngineClient:
         answer = self._register(params, request_id, is_in_call=pooling is not None)
         transfers = self.built.transfers
         handover = NO_TRANSFER if transfers is None else transfers.read(transfer)
-        if pooling is None:  # pooling requests are noted at their end: a call may have thousands
+        if pooling is None:  # a pooling call may have thousands of requests
             note_answer(answer)
         session = session_key(note.cache_key) if pooling is None else None
         try:
@@ -491,7 +492,7 @@ class EngineClient:
         """Seconds since the last answer that is not part of a batch ended; 0 while one runs."""
         if any(not each.in_batch for each in self._answers.values()):
             return 0.0
-        return time.monotonic() - self._people_left
+        return time.monotonic() - self._interactive_ended
 
     def forget(self, answer: Answer) -> None:
         """Abort the rest of an answer and free its id. May be called twice."""
@@ -501,7 +502,7 @@ class EngineClient:
             adapter.leave()
         if self._answers.get(answer.request_id) is answer:
             if not answer.in_batch:
-                self._people_left = time.monotonic()
+                self._interactive_ended = time.monotonic()
             del self._answers[answer.request_id]
             self._count_cause(answer)
         if answer.generations:  # a refused request frees no room
@@ -510,7 +511,7 @@ class EngineClient:
     async def wait_for_room(self, seconds: float) -> None:
         """Wait until an answer ends, at most ``seconds``.
 
-        The time is limited, since the queue also has requests of other clients.
+        The time is limited, since requests that do not belong to this client also free room.
         """
         self._room.clear()
         with suppress(TimeoutError):
@@ -536,7 +537,7 @@ class EngineClient:
     async def _count_cause_of(self, prompt: Remembered) -> None:
         """Count the cause that a comparison with earlier prompts shows.
 
-        A long comparison runs in a thread. If too many are waiting for it, nothing is counted.
+        A long comparison runs in a thread. If too many comparisons wait for it, nothing is counted.
         """
         earlier = self.prompts.earlier(prompt)
         explain = partial(self._explainer.explain_among, prompt, earlier)
@@ -636,7 +637,7 @@ class EngineClient:
             min_tokens=prepared.params.min_tokens,
         )
         name = answer.request_id if answer.params.n == 1 else f"{answer.request_id}-{index}"
-        request = self._request(name, prepared, seed, text.push if text.watches else None)
+        request = self._request(name, prepared, seed, text.add_token if text.watches else None)
         request.deadline = deadline
         if index == 0:
             self._hand_over(request, prepared.handover, aborted=answer.aborted)
@@ -651,7 +652,7 @@ class EngineClient:
     def _hand_over(self, request: Request, handover: Transfer, *, aborted: bool) -> None:
         """Attach a KV transfer to a request: its pages are held for a peer or read from a peer.
 
-        An offer of pages that cannot be used is left out.
+        An offer of pages that cannot be used is ignored.
         """
         transfers, offer = self.built.transfers, handover.offer
         request.transfer = handover

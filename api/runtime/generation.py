@@ -58,7 +58,7 @@ class Generation:
         """The usage so far."""
         usage, constraint = self.request.usage, self.request.sampling.constraint
         if (prediction := self.request.prediction) is not None:
-            accepted = count_standing(prediction, self._served)
+            accepted = count_predicted(prediction, self._served)
             usage.accepted_prediction_tokens = accepted
             usage.rejected_prediction_tokens = len(prediction) - accepted
         if isinstance(constraint, GrammarMatcher):
@@ -120,7 +120,7 @@ class Generation:
         if delta.finish_reason is FinishReason.STOP:
             token_ids = token_ids[:-1]
         try:
-            self._text.extend(token_ids)
+            self._text.add_tokens(token_ids)
         except Exception as error:
             logger.exception(
                 "request %s failed while its tokens were read", self.request.request_id
@@ -324,7 +324,7 @@ async def _cancel(tasks: dict[asyncio.Task[T], AsyncGenerator[T]]) -> None:
 RUN = 3  # number of equal tokens by which the answer is realigned with the prediction
 
 
-def count_standing(prediction: Sequence[int], answer: Sequence[int]) -> int:
+def count_predicted(prediction: Sequence[int], answer: Sequence[int]) -> int:
     """Return how many tokens of the prediction the answer contains, in order.
 
     After a difference, the answer is realigned at the next `RUN` tokens that occur further on in

@@ -291,7 +291,7 @@ def submit(engine: ServingEngine, request: Request) -> TokenStream:
     except InvalidRequest as error:
         if error.param != "request_id":
             raise
-    # Our ids are unique, so the id belongs to an aborted request that has not ended yet.
+    # Ids of open answers are unique, so this one belongs to an aborted request that has not ended.
     request.request_id = f"{request.request_id}~{random_id()[:8]}"
     return engine.submit(request)
 

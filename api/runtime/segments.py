@@ -69,10 +69,10 @@ class Grow(NamedTuple):
 
 
 class Close(NamedTuple):
-    """The end of a segment. ``is_whole``: whether the segment was not truncated."""
+    """The end of a segment. ``is_complete``: whether the segment was not truncated."""
 
     segment: Segment
-    is_whole: bool
+    is_complete: bool
 
 
 Change = Open | Grow | Close
@@ -97,7 +97,7 @@ class Segments:
         return "".join([each.text for each in self.all if each.kind == kind])
 
     def take(self, delta: TextDelta) -> list[Change]:
-        """Return the changes of a step: first of the open call, then reasoning, text, new calls."""
+        """Return the changes of a step in order: the open call, reasoning, text, new calls."""
         changes: list[Change] = []
         if delta.logprobs:
             self._logprobs += delta.logprobs
@@ -112,27 +112,27 @@ class Segments:
             changes += self._call(call)
         return changes
 
-    def end(self, *, is_whole: bool = True, needs_text: bool = False) -> list[Change]:
+    def end(self, *, is_complete: bool = True, needs_text: bool = False) -> list[Change]:
         """Return the changes at the end of the choice.
 
-        ``is_whole``: whether no limit has truncated the output. ``needs_text``: an answer without
-        text or calls gets an empty text segment.
+        ``is_complete``: whether no limit has truncated the output. ``needs_text``: whether an
+        answer without text or calls gets an empty text segment.
         """
         changes: list[Change] = []
         is_silent = all(each.kind == "reasoning" for each in self.all)
         if (self._space and not self.all) or (needs_text and is_silent):
             changes += self._show(self._space)
-        return [*changes, *self._close(is_whole=is_whole)]
+        return [*changes, *self._close(is_complete=is_complete)]
 
     def _reason(self, text: str) -> Iterator[Change]:
         self._logprobs = []
-        if not self._goes_on("reasoning"):
+        if not self._continues("reasoning"):
             yield from self._open("reasoning")
         yield self._grow(text)
 
     def _say(self, text: str) -> Iterable[Change]:
         text = self._space + text
-        if self._goes_on("text"):
+        if self._continues("text"):
             return self._show(text) if text or self._logprobs else ()
         if self._holds_space and text.isspace():
             self._space = text
@@ -140,7 +140,7 @@ class Segments:
         return self._show(text) if text else ()
 
     def _show(self, text: str) -> Iterator[Change]:
-        if not self._goes_on("text"):
+        if not self._continues("text"):
             yield from self._open("text")
         logprobs, self._logprobs = self._logprobs, []
         if text or logprobs:
@@ -149,14 +149,14 @@ class Segments:
     def _call(self, delta: CallDelta) -> Iterator[Change]:
         """Add arguments to the open call, and close it if it is complete."""
         self._logprobs = []
-        if not self._goes_on("call"):
+        if not self._continues("call"):
             raise RuntimeError("a delta continues a call that was not opened")
         if delta.arguments:
             yield self._grow(delta.arguments)
         if delta.is_done:
             yield from self._close(is_done=True)
 
-    def _goes_on(self, kind: Kind) -> bool:
+    def _continues(self, kind: Kind) -> bool:
         return self._is_open and self.all[-1].kind == kind
 
     def _open(self, kind: Kind, call: CallDelta | None = None) -> Iterator[Change]:
@@ -174,8 +174,8 @@ class Segments:
         self.all[-1].written.add(text)
         return Grow(self.all[-1], text, logprobs or [])
 
-    def _close(self, *, is_whole: bool = True, is_done: bool = False) -> Iterator[Change]:
+    def _close(self, *, is_complete: bool = True, is_done: bool = False) -> Iterator[Change]:
         """Close the open segment. A call that is not complete was truncated."""
         if self._is_open:
             self._is_open = False
-            yield Close(self.all[-1], is_done or (is_whole and self.all[-1].kind != "call"))
+            yield Close(self.all[-1], is_done or (is_complete and self.all[-1].kind != "call"))

@@ -112,7 +112,7 @@ class RerankCall(PooledCall, total=False):
 
 
 class ChatOptions:
-    """The options of `chat`, without the conversation. Creating them raises `InvalidRequest`."""
+    """Checked options of `chat`. Constructing them raises `InvalidRequest` for invalid ones."""
 
     def __init__(
         self, tools: GivenTools | None, choice: GivenChoice, *, is_parallel: bool = True
@@ -480,7 +480,7 @@ class AsyncLLM(EngineClient):
         except BaseExceptionGroup as failed:
             raise failed.exceptions[0] from None
         finally:
-            for answer in answers:  # also the answers of tasks that never started
+            for answer in answers:  # includes answers whose tasks never started
                 self.forget(answer)
 
     async def _finish_all(

@@ -172,7 +172,7 @@ class LLM:
         self._end = weakref.finalize(self, self._thread.end, llm)
         try:
             self._run(llm.start())
-        except KeyboardInterrupt:  # raised while the model loads; the thread closes it later
+        except KeyboardInterrupt:  # the loop's thread closes the model once it is loaded
             self._end.detach()
             self._thread.end(llm, waits=False)
             raise

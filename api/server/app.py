@@ -15,7 +15,7 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ...core.errors import ForetokenError, InvalidRequest
-from ..dialects import APIS, BATCH_PATHS, at_home, open_dialects
+from ..dialects import APIS, BATCH_PATHS, open_dialects, with_route_prefix
 from ..dialects.batches.routes import Batches
 from ..runtime.engine_client import EngineClient
 from ..serving.dialect import Endpoints, Operation
@@ -83,7 +83,7 @@ def create_app(
     app.router.redirect_slashes = False
 
     async def at_its_path(scope: Scope, receive: Receive, send: Send) -> None:
-        await app(at_home(scope) if scope["type"] == "http" else scope, receive, send)
+        await app(with_route_prefix(scope) if scope["type"] == "http" else scope, receive, send)
 
     guarded = AuthMiddleware(at_its_path, settings, OPERATOR_PATHS)
     outermost = _with_cors(guarded, settings.cors_origins) if settings.cors_origins else guarded

@@ -1,4 +1,4 @@
-"""error_response: an error in the format of the API that the path belongs to."""
+"""Encode an error in the format of the API that the path belongs to."""
 
 from __future__ import annotations
 

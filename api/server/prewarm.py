@@ -56,8 +56,8 @@ def read_prewarm(path: str) -> list[Warm]:
 async def prewarm(llm: EngineClient, chat: ChatClient, warms: Sequence[Warm]) -> int:
     """Compute the prompts one after the other. Return the number of tokens written to the cache.
 
-    ``chat`` renders conversations as for requests. Each prompt reuses cached pages of the earlier
-    ones. Raises the errors of `EngineClient.open`.
+    ``chat`` renders the conversations. Each prompt reuses cached pages of the earlier ones. Raises
+    the errors of `EngineClient.open`.
     """
     written = 0
     if warms:

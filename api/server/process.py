@@ -90,7 +90,7 @@ async def _serve(
         except OSError as error:
             logger.error("%s", _why_not_bound(error, listen))
             return 1
-        # A front may have started replicas, which it must stop.
+        # Only a front ends normally on a signal, since it must stop the replicas that it started.
         with ending_at_once() if isinstance(llm, AsyncLLM) else contextlib.nullcontext():
             await llm.prepare()
         gc.freeze()  # each full collection of the loaded objects would take 0.1 s
@@ -141,9 +141,9 @@ async def _serve_on(
 
 
 def _bind(config: uvicorn.Config, closing: contextlib.ExitStack) -> socket.socket:
-    """Return the bound socket, which ``closing`` closes.
+    """Return a socket bound to the configured address. ``closing`` closes it.
 
-    Raises OSError if the socket cannot be bound; uvicorn would end the process.
+    Raises OSError if the address cannot be bound, whereas uvicorn would end the process.
     """
     address: str | tuple[str, int]
     if config.uds is not None:

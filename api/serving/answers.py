@@ -121,7 +121,7 @@ class AnswerWriter(Generic[A]):
 
 
 class AnswerReply(Reply, Generic[A]):
-    """The reply with a running answer. Raises `ApiError` if the answer is aborted."""
+    """Sends a running answer to the client. Raises `ApiError` if the answer is aborted."""
 
     def __init__(self, service: Service, writer: AnswerWriter[A], answer: A) -> None:
         self._service, self._writer, self._answer = service, writer, answer

@@ -120,14 +120,14 @@ def _read_streams(data: bytes, most: int, make: Callable[[], Inflater]) -> bytes
     size = 0
     while data or not parts:
         if len(parts) == MAX_STREAMS:
-            raise ValueError(f"it has more than {MAX_STREAMS} concatenated streams")
+            raise ValueError(f"it consists of more than {MAX_STREAMS} streams")
         inflater = make()
         part = inflater.decompress(data, most - size + 1)
         size += len(part)
         if size > most:
             raise TooLarge
         if not inflater.eof:
-            raise EOFError("it is truncated")
+            raise EOFError("the data ends too early")
         parts.append(part)
         data = inflater.unused_data
     return b"".join(parts)

@@ -49,7 +49,7 @@ def _decode_mended(data: bytes, body_type: type[T], error: msgspec.ValidationErr
     """
     try:
         plain = msgspec.json.decode(data)
-    except msgspec.MsgspecError:  # a number is out of range: the first error has its path
+    except msgspec.MsgspecError:  # a number is out of range; ``error`` names its path
         raise bad_json(error) from None
     try:
         value = _mended(plain, _type_info(body_type))

@@ -100,7 +100,7 @@ class Dialect(Generic[B]):
     statuses: ClassVar[Sequence[int]] = GENERATES
     query: ClassVar[Sequence[str]] = ()  # query parameters; a trailing "!" marks a required one
     in_batches: ClassVar[bool] = False
-    names: ClassVar[Mapping[str, str]] = {}  # this API's names for fields, by our names
+    names: ClassVar[Mapping[str, str]] = {}  # foretoken's name of a field -> this API's name
     error_form: ClassVar[ErrorForm] = OPENAI_ERRORS
     most_temperature: ClassVar[float] = OPENAI_TEMPERATURE
     ping: ClassVar[bytes] = PING

@@ -21,10 +21,10 @@ def find_excess(data: bytes, *, depth: int, containers: int, values: int) -> Exc
     """Return the limit that the text exceeds, if any. Invalid JSON may exceed any limit.
 
     O(len). The depth is limited because the decoder stops only at the interpreter's limit of about
-    a thousand levels, and recursive code behind it, such as templates or schema compilers, may fail
-    earlier. Containers are limited because a million of them decode quickly, but each garbage
-    collection then scans them all. Values are limited because decoding holds the GIL, in any
-    thread.
+    a thousand levels, and recursive code that later reads the value, such as a template or a schema
+    compiler, may fail earlier. Containers are limited because a million containers decode quickly,
+    but each garbage collection then scans all of them. Values are limited because decoding holds
+    the GIL, in any thread.
     """
     most_containers = data.count(b"[") + data.count(b"{")
     most_values = most_containers + data.count(_COMMA)

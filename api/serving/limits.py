@@ -46,7 +46,7 @@ class Limits:
     `InvalidRequest`, which names the limit.
     """
 
-    # connections
+    # limits of connections
     max_connections: int = _count(
         1024,
         "maximum number of open connections; further ones get 503, except for /health",
@@ -68,7 +68,7 @@ class Limits:
         0.0, "time during which a broken stream can be resumed with Last-Event-ID; 0: off", least=0
     )
     store_seconds: float = _seconds(3600.0, "time to keep a stored response after its last use")
-    # bodies
+    # limits of bodies
     max_body_bytes: int = _bytes(4 * 2**20, "maximum size of a body")
     max_bodies_bytes: int = _bytes(
         2**28, "maximum total size of bodies in transit, except for uploads"
@@ -132,7 +132,7 @@ class Limits:
                 self.check(param, len(value), name)
         for param, name in NUMBERS.items():
             value = getattr(body, param, None)
-            if type(value) is int:  # a chat request has a bool in ``logprobs``
+            if type(value) is int:  # ``logprobs`` of a chat request is a bool
                 self.check(param, value, name)
         for param in STOPS:
             if value := getattr(body, param, None):

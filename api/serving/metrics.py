@@ -10,7 +10,7 @@ from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
-from ...core.telemetry.families import PREFIX, SECONDS, Histograms, counters, gauge
+from ...core.telemetry.families import DURATIONS, PREFIX, Histograms, counters, gauge
 from ..runtime.adapters import Adapters
 from ..types.request_context import RequestContext
 from .event_loop_lag import LoopLag
@@ -49,14 +49,14 @@ class ServerMetrics(Collector):
         self._seconds = Histograms(
             "http_request_duration_seconds",
             "Seconds from the request's header to the answer's last byte",
-            SECONDS,
+            DURATIONS,
             "route",
         )
         for collector in (self, self._seconds, self.lag):
             self.registry.register(collector)
         ProcessCollector(registry=self.registry)
 
-    # implements `request_log.Counts`
+    # methods of the protocol `request_log.Counts`
 
     def began(self) -> None:
         """Count a request that begins."""
@@ -77,7 +77,7 @@ class ServerMetrics(Collector):
             self._refusals[reason] += 1
 
     def _reason(self, request: RequestContext) -> str | None:
-        """Return why a request was refused without work; None if it was not refused."""
+        """Return why a request was refused before it was computed; None if it was not refused."""
         error = request.error
         if error is None or request.is_probe:
             return None
@@ -96,7 +96,10 @@ class ServerMetrics(Collector):
         yield gauge("http_requests_in_flight", "HTTP requests in progress", self._num_open)
         yield gauge("http_streams", "Event streams in progress", self._num_streams)
         yield counters(
-            "request_refusals", "HTTP requests rejected before any work", "reason", self._refusals
+            "request_refusals",
+            "HTTP requests that were rejected, by reason",
+            "reason",
+            self._refusals,
         )
         yield counters(
             "prefix_cache_prompts",

@@ -32,7 +32,7 @@ PENALTIES = {
 class RefusedSampling(Struct, kw_only=True):
     """Sampling methods that foretoken does not have."""
 
-    # truncation of the distribution
+    # fields that truncate the distribution
     typical_p: One = None
     typical: One = None
     tfs_z: One = None
@@ -43,7 +43,7 @@ class RefusedSampling(Struct, kw_only=True):
     eta_cutoff: Zero = None
     xtc_probability: Zero = None
     min_keep: Annotated[Any, Refused(0, 1)] = None
-    # temperatures
+    # fields that change the temperature while generating
     mirostat: Zero = None
     mirostat_mode: Zero = None
     dynatemp_range: Zero = None
@@ -51,7 +51,7 @@ class RefusedSampling(Struct, kw_only=True):
     smoothing_factor: Zero = None
     adaptive_target: Annotated[Any, Refused(-1)] = None
     temperature_last: Off = None
-    # penalties
+    # fields of penalties
     repeat_last_n: Annotated[Any, Refused(-1, unless=PENALTIES)] = None
     repetition_penalty_range: Zero = None
     encoder_repetition_penalty: One = None
@@ -59,7 +59,7 @@ class RefusedSampling(Struct, kw_only=True):
     no_repeat_ngram_size: Zero = None
     penalty_alpha: Zero = None
     guidance_scale: One = None
-    # beam search
+    # fields of beam search and of multiple candidates
     use_beam_search: Off = None
     num_beams: One = None
     num_beam_groups: One = None
@@ -68,7 +68,7 @@ class RefusedSampling(Struct, kw_only=True):
     early_stopping: Off = None
     best_of: One = None
     do_sample: On = None
-    # order of samplers, custom code
+    # fields of sampler order and custom sampling code
     samplers: Empty = None
     sampler_order: Empty = None
     sampler_priority: Empty = None
@@ -83,18 +83,18 @@ class RefusedSampling(Struct, kw_only=True):
 class RefusedFields(RefusedSampling, kw_only=True):
     """Unsupported fields, other than for sampling, that would change the answer."""
 
-    # the end of an answer
+    # fields that change where an answer ends
     stop_regex: Empty = None
     no_stop_trim: Off = None
     include_stop_str_in_output: Off = None
     skip_special_tokens: On = None
-    # structured output
+    # fields of structured output
     structural_tag: Empty = None
     response_format: Annotated[Any, Refused({"type": "text"})] = None
     guided_whitespace_pattern: Empty = None
     grammar_lazy: Off = None
     grammar_triggers: Empty = None
-    # tools, reasoning
+    # fields of tools and reasoning
     functions: Empty = None
     function_call: Annotated[Any, Refused("none")] = None
     parse_tool_calls: On = None
@@ -107,7 +107,7 @@ class RefusedFields(RefusedSampling, kw_only=True):
     separate_reasoning: On = None
     stream_reasoning: On = None
     include_reasoning: On = None
-    # the prompt
+    # fields that change the prompt
     input_ids: Empty = None
     input_embeds: Empty = None
     prompt_embeds: Empty = None
@@ -123,17 +123,17 @@ class RefusedFields(RefusedSampling, kw_only=True):
     echo: Off = None
     suffix: Empty = None
     safe_prompt: Off = None
-    # media
+    # fields of images and audio
     audio: Absent = None
     mm_processor_kwargs: Empty = None
     media_io_kwargs: Empty = None
     image_data: Empty = None
     audio_data: Empty = None
     video_data: Empty = None
-    # adapters
+    # fields of LoRA adapters
     lora_path: Empty = None
     lora: Empty = None
-    # additional output
+    # fields that ask for additional output
     prompt_logprobs: Off = None
     logprob_token_ids: Empty = None
     n_probs: Zero = None
@@ -149,11 +149,11 @@ class RefusedFields(RefusedSampling, kw_only=True):
     return_cached_tokens_details: Off = None
     return_spec_tokens_details: Off = None
     response_fields: Empty = None
-    # transfers and extensions of other engines
+    # fields of KV transfer and other extensions of other engines
     bootstrap_host: Absent = None
     bootstrap_room: Absent = None
     ec_transfer_params: Empty = None
     vllm_xargs: Empty = None
-    # hosted services
+    # fields of hosted services, such as web search
     enable_search: Off = None
     web_search_options: Absent = None

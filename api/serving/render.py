@@ -96,7 +96,7 @@ def _sampling(params: SamplingParams, room: int) -> Free:
 
 
 def _plain(value: object) -> object:
-    """Return a plain number for a `LeftOut` one, which msgspec does not encode."""
+    """Convert a number of a `LeftOut` type, which msgspec cannot encode, to a plain one."""
     if isinstance(value, LeftOutFloat):
         return float(value)
     return int(value) if isinstance(value, LeftOutInt) else value

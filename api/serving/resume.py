@@ -157,7 +157,10 @@ class Reader(Reply):
 
 
 class ResumableStreams:
-    """The resumable streams of a server, by name. `Shares` decides which one is dropped first."""
+    """The resumable streams of a server, by name.
+
+    If their events exceed a total size, the stream that `Shares` chooses is ended.
+    """
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds

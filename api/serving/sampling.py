@@ -31,13 +31,13 @@ from ..types.sampling_params import (
 )
 from .peers import RefusedFields
 
-Label = Annotated[str, Meta(max_length=1024)]  # kept in memory after the request has ended
+Label = Annotated[str, Meta(max_length=1024)]  # stays in memory after the request
 Name = Annotated[str, Meta(max_length=256)]
 Positive = Annotated[int, Meta(ge=1, le=MAX_INT)]
 Count = Annotated[int, Meta(ge=0, le=MAX_INT)]
 KvBudget = Annotated[int, Meta(ge=256, le=MAX_INT)]
 NumChoices = Annotated[int, Meta(ge=1, le=MAX_N)]
-# checked elsewhere, for a better error
+# The range is only shown in the schema: a later check raises a clearer error.
 One = Annotated[int, Meta(extra_json_schema={"minimum": 1, "maximum": 1})]
 Seed = Annotated[int, Meta(extra_json_schema={"minimum": -(2**63), "maximum": 2**64 - 1})]
 Temperature = Annotated[float, Meta(ge=0, le=100)]
@@ -83,7 +83,7 @@ class Sampling(RefusedFields, kw_only=True):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     logit_bias: LogitBias | None = None
-    # extensions
+    # fields that OpenAI's API does not have
     top_k: TopK | None = None
     min_p: Probability | None = None
     repetition_penalty: RepetitionPenalty | None = None
@@ -109,7 +109,7 @@ class Sampling(RefusedFields, kw_only=True):
     prompt_cache_options: PromptCacheOptions | None = None
     explain_cache: bool | None = None
     return_token_ids: bool | None = None
-    # aliases
+    # other servers' names of fields above
     repeat_penalty: Annotated[RepetitionPenalty | None, SameAs("repetition_penalty")] = None
     min_new_tokens: Annotated[Count | None, SameAs("min_tokens")] = None
     sampling_seed: Annotated[Seed | None, SameAs("seed")] = None

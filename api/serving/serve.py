@@ -34,7 +34,7 @@ class Serve(Generic[B]):
             async with self._service.wanted(receive, body.deadline_ms) as client:
                 reply = await (self._streamed(request, body) if is_stream else submit(body))
                 try:
-                    client.wait_on()  # the engine enforces the deadline of submitted requests
+                    client.stop_timer()  # the engine enforces the deadline of submitted requests
                     if is_stream:
                         has_begun = True
                         await self._stream(reply).send_all(send)

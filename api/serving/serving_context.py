@@ -60,7 +60,7 @@ def chat_client(llm: EngineClient, settings: Settings) -> ChatClient:
 
 
 class Service:
-    """The model behind the routes, and the state that routes share."""
+    """The model that the routes serve, and the state that they share."""
 
     def __init__(
         self, llm: EngineClient, settings: Settings, metrics: ServerMetrics | None = None

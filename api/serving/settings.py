@@ -118,8 +118,8 @@ class Settings:
     )
     allowed_hosts: tuple[str, ...] = setting(
         (),
-        "additional Host header value to accept when no API key is set, besides the names of "
-        "this machine (*: any); repeatable or comma-separated",
+        "Host header value to accept when no API key is set, in addition to the names of this "
+        "machine (*: any); repeatable or comma-separated",
         "HOST",
         flag="allowed_host",
         separator=",",
@@ -249,7 +249,7 @@ class FrontOptions:
     )  # fmt: skip
     scale_down_seconds: float | None = setting(
         None,
-        "time of low load before --ray removes a replica (30)", "S",
+        "time of low load before --ray removes a replica (30 s)", "S",
         most=1e6,
     )  # fmt: skip
     replica_cpus: float | None = setting(
@@ -267,7 +267,8 @@ class FrontOptions:
         "x-session-id, else by cache_salt or API key), even (least loaded) (kv)",
     )
     failover_seconds: float | None = setting(
-        None, "time limit for requests to wait for a replica after the last one is lost (30)", "S",
+        None,
+        "time limit for requests to wait for a replica after the last one is lost (30 s)", "S",
         most=1e6,
     )  # fmt: skip
 

@@ -80,7 +80,7 @@ class UnlessGone:
         except TimeoutError:
             raise ClientGone if self._is_gone else DeadlineExceeded(TOO_LATE) from None
 
-    def wait_on(self) -> None:
+    def stop_timer(self) -> None:
         """Stop the timer: the engine enforces the deadline from now on."""
         self._timeout.reschedule(None)
 

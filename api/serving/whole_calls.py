@@ -20,7 +20,7 @@ class WholeCall(NamedTuple):
 
 def closed_calls(changes: Iterable[Change]) -> Iterator[WholeCall]:
     """Yield the tool calls that a step has completed, given the changes of its segments."""
-    closed = [each.segment for each in changes if isinstance(each, Close) and each.is_whole]
+    closed = [each.segment for each in changes if isinstance(each, Close) and each.is_complete]
     return whole_calls([segment.call for segment in closed if segment.kind == "call"])
 
 

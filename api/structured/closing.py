@@ -24,7 +24,7 @@ RETRY = 8  # tokens until the next search, if no completion within the limit was
 
 
 @dataclass(slots=True)
-class _Place:
+class _Position:
     """A position in the output at which a completion is searched for.
 
     ``end``: the shortest completion that was found, if any. ``known``: completions that were found
@@ -43,7 +43,7 @@ class ClosingPath:
     """Follows one output, and bans tokens when its shortest completion comes near the limit.
 
     Completions are searched for only at some positions. While many tokens are left, the next search
-    is at the first position at which they could be used up if every token made the completion
+    is at the first position at which the limit could be near if every token made the completion
     longer by the maximum. The positions and results depend on the output only.
     """
 
@@ -51,13 +51,15 @@ class ClosingPath:
         self._closer = closer
         self._limit = limit
         # positions at which completions were searched for, by the number of tokens before them
-        self._places: dict[int, _Place] = {0: _Place(first, guess=first)}
+        self._positions: dict[int, _Position] = {0: _Position(first, guess=first)}
 
     def forget(self, first: int, last: int) -> None:
-        """Forget positions after ``last``, and those before the last position up to ``first``."""
-        start = max(number for number in self._places if number <= first)
-        kept = ((number, each) for number, each in self._places.items() if start <= number <= last)
-        self._places = dict(kept)
+        """Forget positions outside [first, last], except the last one at or before ``first``."""
+        start = max(number for number in self._positions if number <= first)
+        kept = (
+            (number, each) for number, each in self._positions.items() if start <= number <= last
+        )
+        self._positions = dict(kept)
 
     def narrow(
         self, matcher: Matcher, mask: NDArray[np.bool_], number: int, between: Between
@@ -69,42 +71,44 @@ class ClosingPath:
         changed in place. If no completion fits within the limit, nothing is banned and the limit
         truncates the answer.
         """
-        place = self._place(matcher, number, between)
-        if place is None or not self._is_near(number, place):
+        position = self._position(matcher, number, between)
+        if position is None or not self._is_near(number, position):
             return False
-        banned = self._judge(matcher.deep_copy(), mask, number, place)
+        banned = self._judge(matcher.deep_copy(), mask, number, position)
         if not len(banned):
             return False
         mask[banned] = False
-        if place.end:
-            mask[place.end[0]] = True
+        if position.end:
+            mask[position.end[0]] = True
         return True
 
     def _judge(
-        self, matcher: Matcher, mask: NDArray[np.bool_], number: int, place: _Place
+        self, matcher: Matcher, mask: NDArray[np.bool_], number: int, position: _Position
     ) -> NDArray[np.int64]:
         """Return the tokens to ban at a position near the limit."""
-        before = self._places.get(number - 1)
+        before = self._positions.get(number - 1)
         known = before.known if before is not None and before.known is not None else ()
         most = self._limit - number - 2  # number of tokens after the next one, without a stop token
-        narrowing = Narrowing(self._closer, matcher, place.end or (), most, known)
+        narrowing = Narrowing(self._closer, matcher, position.end or (), most, known)
         banned = narrowing.late(mask)
-        place.known = narrowing.known
+        position.known = narrowing.known
         return banned
 
-    def _is_near(self, number: int, place: _Place) -> bool:
+    def _is_near(self, number: int, position: _Position) -> bool:
         """Whether the tokens at a position need to be judged."""
-        return place.end is not None and 0 <= self._spare(number, place.end) <= self._closer.zone
+        return (
+            position.end is not None and 0 <= self._spare(number, position.end) <= self._closer.zone
+        )
 
     def _spare(self, number: int, end: Ids) -> int:
         return self._limit - number - 1 - len(end)
 
-    def _place(self, matcher: Matcher, number: int, between: Between) -> _Place | None:
+    def _position(self, matcher: Matcher, number: int, between: Between) -> _Position | None:
         """Return the position after ``number`` tokens; None if completions are not searched there.
 
         Searches that are due at earlier positions are made first.
         """
-        at = max(each for each in self._places if each <= number)
+        at = max(each for each in self._positions if each <= number)
         while at < number:
             following = self._following(at)
             if following > number:
@@ -115,32 +119,34 @@ class ClosingPath:
             tokens = between(at, following)
             there.try_consume_tokens(list(tokens))
             end = self._end(there, at, following, tokens)
-            guess = self._places[at].guess if end is None else end
+            guess = self._positions[at].guess if end is None else end
             is_inside = bool(self._closer.table.is_partial[tokens[-1]])
-            self._places[following] = _Place(end, guess=guess, is_inside=is_inside)
+            self._positions[following] = _Position(end, guess=guess, is_inside=is_inside)
             at = following
-        return self._places[at]
+        return self._positions[at]
 
     def _finish(self, matcher: Matcher, number: int) -> None:
-        """Judge the tokens at a skipped position, since the next position uses the results."""
-        place = self._places[number]
-        if place.known is None and self._is_near(number, place):
+        """Judge the tokens at a skipped position: the judgement at the next position uses them."""
+        position = self._positions[number]
+        if position.known is None and self._is_near(number, position):
             bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
             size = self._closer.tokens.size
             mask = np.unpackbits(bits, count=size, bitorder="little").view(np.bool_)
-            self._judge(matcher, mask, number, place)
+            self._judge(matcher, mask, number, position)
 
     def _following(self, number: int) -> int:
         """Return the next position at which a completion is searched for."""
-        place = self._places[number]
-        if place.end is None or (spare := self._spare(number, place.end)) < 0:
-            return number + (1 if place.is_inside else RETRY)
+        position = self._positions[number]
+        if position.end is None or (spare := self._spare(number, position.end)) < 0:
+            return number + (1 if position.is_inside else RETRY)
         return number + max(1, (spare - self._closer.zone) // (1 + self._closer.growth))
 
     def _end(self, matcher: Matcher, before: int, number: int, tokens: Ids) -> Ids | None:
-        place = self._places[before]
-        guesses = [*(place.known or ())]
-        if place.guess is not None:
-            is_next = len(tokens) == 1 and place.end is not None
-            guesses += self._closer.behind(place.guess, tokens[0]) if is_next else [place.guess]
+        position = self._positions[before]
+        guesses = [*(position.known or ())]
+        if position.guess is not None:
+            is_next = len(tokens) == 1 and position.end is not None
+            guesses += (
+                self._closer.after_token(position.guess, tokens[0]) if is_next else [position.guess]
+            )
         return self._closer.end(matcher, guesses, self._limit - number - 1)

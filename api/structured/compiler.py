@@ -76,8 +76,8 @@ class _Job:
     async def wait(self) -> Grammar:
         """Wait for the grammar and return it.
 
-        Raises TimeoutError if the compilation takes longer than `SECONDS`, without the time in the
-        queue. A job that has not begun is cancelled when no request waits for it any more.
+        Raises TimeoutError if the compilation takes longer than `SECONDS`, not counting the time in
+        the queue. A job that has not begun is cancelled when no request waits for it any more.
         """
         self._num_waiting += 1
         began = asyncio.create_task(self._began.wait())

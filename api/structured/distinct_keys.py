@@ -1,8 +1,8 @@
 """A matcher for JSON without duplicate keys in an object.
 
 The grammar library counts every property that is written. If a schema requires a number of
-properties with free names, duplicate keys would count twice, although parsers read them as one
-property.
+properties that it does not name, duplicate keys would count twice, although parsers read them as
+one property.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MOST_DEPTH = 32  # maximum lookahead in tokens
 OBJECT, LIST, CLOSING = b"{"[0], b"["[0], b"]}"
 
 
-class _Place(NamedTuple):
+class _Position(NamedTuple):
     """A position in a JSON text.
 
     ``open``: for each open bracket, the keys of the object so far; None for a list. ``key``: the
@@ -34,13 +34,13 @@ class _Place(NamedTuple):
     is_escaped: bool = False
     is_key_next: bool = False
 
-    def behind(self, text: bytes) -> _Place | None:
+    def after(self, text: bytes) -> _Position | None:
         """Return the position after a text, or None if the text repeats a key."""
-        place: _Place | None = self
+        position: _Position | None = self
         for byte in text:
-            if place is not None:
-                place = place._in_text(byte) if place.is_text else place._between(byte)
-        return place
+            if position is not None:
+                position = position._in_text(byte) if position.is_text else position._between(byte)
+        return position
 
     @property
     def may_be_stuck(self) -> bool:
@@ -55,7 +55,7 @@ class _Place(NamedTuple):
             return self.is_key_next
         return self.key is not None and any(each.startswith(self.key) for each in keys)
 
-    def _in_text(self, byte: int) -> _Place | None:
+    def _in_text(self, byte: int) -> _Position | None:
         if byte == QUOTE and not self.is_escaped:
             keys = self.open[-1] if self.open else None
             if self.key is None or keys is None:
@@ -68,7 +68,7 @@ class _Place(NamedTuple):
         key = None if self.key is None else self.key + bytes([byte])
         return self._replace(key=key, is_escaped=is_escaped)
 
-    def _between(self, byte: int) -> _Place:
+    def _between(self, byte: int) -> _Position:
         if byte == QUOTE:
             return self._replace(
                 key=b"" if self.is_key_next else None, is_text=True, is_key_next=False
@@ -95,7 +95,7 @@ class DistinctKeysMatcher:
     def __init__(self, matcher: Matcher, texts: Sequence[bytes]) -> None:
         self._matcher = matcher
         self._texts = texts
-        self._places = [_Place()]  # the position at the beginning and after each token
+        self._positions = [_Position()]  # the position at the beginning and after each token
         marks = [i for i, text in enumerate(texts) if QUOTE in text or COMMA in text]
         self._marks = np.array(marks, dtype=int)
         self._ids: dict[bytes, list[int]] = {}
@@ -106,19 +106,19 @@ class DistinctKeysMatcher:
         """Copy the matcher with its state."""
         copy = object.__new__(DistinctKeysMatcher)
         copy._matcher, copy._texts = self._matcher.deep_copy(), self._texts
-        copy._places, copy._marks, copy._ids = [*self._places], self._marks, self._ids
+        copy._positions, copy._marks, copy._ids = [*self._positions], self._marks, self._ids
         return copy
 
     def try_consume_tokens(self, tokens: list[int], /) -> int:
         """Consume tokens as far as they are allowed. Return the number of consumed tokens."""
-        places = self._along(tokens)
-        count = self._matcher.try_consume_tokens(tokens[: len(places)])
-        self._places += places[:count]
+        positions = self._along(tokens)
+        count = self._matcher.try_consume_tokens(tokens[: len(positions)])
+        self._positions += positions[:count]
         return count
 
     def rollback(self, num_tokens: int, /) -> bool:
         """Undo the last ``num_tokens`` consumed tokens. Return whether it succeeded."""
-        del self._places[len(self._places) - num_tokens :]
+        del self._positions[len(self._positions) - num_tokens :]
         return self._matcher.rollback(num_tokens)
 
     def validate_tokens(self, tokens: list[int], /) -> int:
@@ -127,16 +127,16 @@ class DistinctKeysMatcher:
 
     def compute_bitmask(self) -> bytes:
         """Return the mask of the next token, one bit per token."""
-        here = self._places[-1]
+        here = self._positions[-1]
         bits = self._matcher.compute_bitmask()
         if not any(here.open):
             return bits
         mask = np.unpackbits(np.frombuffer(bits, dtype=np.uint8), bitorder="little")
         for token_id in self._watched(here, mask):
-            mask[token_id] = self._leads_on(self._matcher, here, token_id, MOST_DEPTH)
+            mask[token_id] = self._can_continue(self._matcher, here, token_id, MOST_DEPTH)
         return np.packbits(mask, bitorder="little").tobytes()
 
-    def _watched(self, here: _Place, mask: NDArray[np.uint8]) -> list[int]:
+    def _watched(self, here: _Position, mask: NDArray[np.uint8]) -> list[int]:
         """Return the allowed tokens that may repeat a key, or after which no new key may fit."""
         found: list[int] = self._marks[mask[self._marks] > 0].tolist()
         keys = here.open[-1]
@@ -147,9 +147,11 @@ class DistinctKeysMatcher:
         parts = {rest[:end] for rest in rests for end in range(1, len(rest) + 1)}
         return [*found, *(i for part in parts for i in self._ids.get(part, ()) if mask[i])]
 
-    def _leads_on(self, matcher: Matcher, place: _Place, token_id: int, depth: int) -> bool:
+    def _can_continue(
+        self, matcher: Matcher, position: _Position, token_id: int, depth: int
+    ) -> bool:
         """Whether a token repeats no key, and the output can go on without repeating one."""
-        following = place.behind(self._texts[token_id])
+        following = position.after(self._texts[token_id])
         if following is None or not following.may_be_stuck or not depth:
             return following is not None
         matcher = matcher.deep_copy()
@@ -159,11 +161,11 @@ class DistinctKeysMatcher:
         allowed = np.flatnonzero(np.unpackbits(bits, bitorder="little")[: len(self._texts)])
         later: list[int] = []
         for each in allowed.tolist():
-            behind = following.behind(self._texts[each])
-            if behind is not None and not behind.may_be_stuck:
+            after = following.after(self._texts[each])
+            if after is not None and not after.may_be_stuck:
                 return True
-            later += [each] if behind is not None else []
-        return any(self._leads_on(matcher, following, each, depth - 1) for each in later)
+            later += [each] if after is not None else []
+        return any(self._can_continue(matcher, following, each, depth - 1) for each in later)
 
     def compute_ff_tokens(self) -> list[int]:
         """Return the tokens that must follow."""
@@ -190,15 +192,15 @@ class DistinctKeysMatcher:
         """Return why the matcher has failed."""
         return self._matcher.get_error()
 
-    def _along(self, tokens: Sequence[int]) -> list[_Place]:
+    def _along(self, tokens: Sequence[int]) -> list[_Position]:
         """Return the position after each token, up to the first token that repeats a key."""
-        places: list[_Place] = []
-        place = self._places[-1]
+        positions: list[_Position] = []
+        position = self._positions[-1]
         for token_id in tokens:
             text = self._texts[token_id] if token_id < len(self._texts) else b""
-            following = place.behind(text)
+            following = position.after(text)
             if following is None:
                 break
-            place = following
-            places.append(place)
-        return places
+            position = following
+            positions.append(position)
+        return positions

@@ -48,7 +48,7 @@ def lark_of(source: str) -> str:
     """
     rules = _Reader(source).rules()
     if ROOT not in rules:
-        raise ValueError(f"has no rule named {ROOT}")
+        raise ValueError(f"there is no rule named {ROOT}")
     for rule in rules.values():
         for name in rule.references:
             if name not in rules:
@@ -165,7 +165,7 @@ class _Reader:
 
     def _alternatives(self, depth: int) -> Part:
         if depth > MAX_DEPTH:
-            raise ValueError("nested too deeply")
+            raise ValueError("the brackets are nested too deeply")
         branches = [self._sequence(depth)]
         while self._text == "|" and self._kind == "mark":
             self._next()
@@ -215,7 +215,7 @@ def _repeated(part: Part, times: str) -> Part:
     else:
         low, comma, high = (each.strip() for each in times[1:-1].partition(","))
         if not low and not high:
-            raise ValueError(f"{times} needs a number")
+            raise ValueError(f"the repetition {times} needs a number")
         least = int(low or 0)
         most = (int(high) if high else None) if comma else least
         if (most is not None and most < least) or max(least, most or 0) > MAX_TIMES:
@@ -241,7 +241,7 @@ def _char(found: re.Match[str]) -> str:
     if code := found["x"] or found["u"] or found["U"]:
         number = int(code, 16)
         if number > 0x10FFFF or 0xD800 <= number < 0xE000:
-            raise ValueError(f"{found[0]} is not a character")
+            raise ValueError(f"{found[0]} is not a valid character")
         return chr(number)
     return _ESCAPED.get(found["escape"], found["escape"]) if found["escape"] else found["plain"]
 

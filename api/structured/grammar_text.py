@@ -193,7 +193,7 @@ def guidance_text(field: str, source: str) -> str:
         return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {texts}")
     text = _lark(source)
     if len(_LARK_RULE.findall(text)) > MAX_RULES:
-        raise ValueError(f"has more than {MAX_RULES} rules")
+        raise ValueError(f"the grammar has more than {MAX_RULES} rules")
     return LLMatcher.grammar_from_lark(text)
 
 

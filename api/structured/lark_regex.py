@@ -15,8 +15,8 @@ from functools import cache
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 MAX_CHARS = 9_000  # maximum length of a pattern
-MAX_RULES = 5_000  # maximum number of rules that are written, one inside another
-LEVELS = (8, 4, 3, 2, 1)  # how deep rules may nest; the first that fits into a pattern is used
+MAX_RULES = 5_000  # maximum number of references to rules that are replaced by their patterns
+LEVELS = (8, 4, 3, 2, 1)  # levels of recursion to unroll: the first that fits into a pattern
 _DECIMAL, _EXPONENT = r"(?:[0-9]+\.[0-9]*|\.[0-9]+)", "(?:[eE][+-]?[0-9]+)"
 _FLOAT = f"(?:[0-9]+{_EXPONENT}|{_DECIMAL}{_EXPONENT}?)"
 _NUMBER = f"(?:{_DECIMAL}|[0-9]+){_EXPONENT}?"
@@ -55,7 +55,7 @@ def regex_of(grammar: str) -> str:
             return pattern
     if pattern is None:
         raise ValueError("the rule start never ends")
-    raise ValueError(f"its pattern has more than {MAX_CHARS} characters")
+    raise ValueError(f"the grammar as a pattern has more than {MAX_CHARS} characters")
 
 
 def _tokens(grammar: str) -> Iterator[Token]:
@@ -95,7 +95,7 @@ def _imports(body: list[Token]) -> Iterator[tuple[str, str]]:
     """Yield the name of each imported terminal, with the name that it has in the library."""
     names = [text for kind, text in body if kind == "name"]
     if names[:1] != ["common"]:
-        raise ValueError("only terminals of common can be imported")
+        raise ValueError("only terminals of the library common can be imported")
     has_alias = any(kind == "alias" for kind, _ in body)
     for name in names[1:2] if has_alias else names[1:]:
         if name not in COMMON:
@@ -126,7 +126,7 @@ class _Writer:
             raise ValueError(f"there is no rule named {name}")
         self._num_rules += 1
         if self._num_rules > MAX_RULES:
-            raise ValueError(f"its rules refer to others more than {MAX_RULES} times")
+            raise ValueError(f"the rules refer to rules more than {MAX_RULES} times")
         if self._open.get(name, 0) >= self._levels or self._num_chars > len(LEVELS) * MAX_CHARS:
             return None
         self._open[name] = self._open.get(name, 0) + 1
@@ -196,9 +196,9 @@ class _Writer:
 
 
 def _left_recursion(name: str, body: Sequence[Token]) -> tuple[list[Token], list[Token]]:
-    """Split the alternatives of a rule; return the others, and what follows the rule itself.
+    """Return the alternatives that do not begin with the rule itself, and the tails of the others.
 
-    ``a: b | a c`` is ``b`` followed by any number of ``c``.
+    ``a: b | a c`` becomes ``b`` and ``c``, since it means ``b`` and any number of ``c``.
     """
     alternatives: list[list[Token]] = [[]]
     depth = 0
@@ -223,7 +223,7 @@ def _value(literal: str) -> str:
 
 
 def _counted(part: str | None, count: str, between: str) -> str | None:
-    """Return the pattern of a repeated part, with ``between`` between two of it."""
+    """Return the pattern of a repeated part, with ``between`` between two repetitions."""
     if count[0] in "~{":
         bounds = re.findall(r"\d+", count)
         is_open = count[0] == "{" and "," in count and len(bounds) == 1

@@ -29,7 +29,7 @@ from .ends.protocols import Matcher
 from .vocabulary import Vocabulary
 
 T = TypeVar("T")
-FREE_SECONDS, SECONDS_PER_TOKEN = 1.0, 0.02  # time limit for matching an answer, and per token
+FREE_SECONDS, SECONDS_PER_TOKEN = 1.0, 0.02  # time limit of an answer, and its increase per token
 QUICK_SECONDS = 0.1  # compile time below which the model thread may compile a grammar again
 MAX_ERROR_CHARS = 300
 _PLAINLY = {  # parts of llguidance's messages, and their replacements
@@ -99,9 +99,9 @@ class GrammarMatcher:
         self._stops = sorted(self._stop_ids)
         self._matcher: Matcher | None = None
         self._seconds = 0.0  # seconds spent on matching
-        self._num_sure = 0  # number of settled tokens
+        self._num_settled = 0  # number of settled tokens
         self._tail: list[int] = []  # consumed tokens after the settled tokens
-        self._masks: dict[int, Mask] = {}  # by the number of tokens before, settled ones included
+        self._masks: dict[int, Mask] = {}  # by the number of output tokens before the mask
 
     def fork(self) -> GrammarMatcher:
         """Return a new constraint for another output with the same grammar."""
@@ -116,26 +116,26 @@ class GrammarMatcher:
 
         The output is ``tokens`` from ``start`` on, followed by the draft tokens ``tail``.
         """
-        return self._sound(lambda: self._allowed(tokens, start, tail))
+        return self._with_retry(lambda: self._allowed(tokens, start, tail))
 
     def forced(self, tokens: array[int], start: int, most: int) -> Sequence[int]:
         """Return the tokens that must follow, at most ``most``.
 
         The last one may be an end token, if only one is possible.
         """
-        return self._sound(lambda: self._forced(tokens, start, most))
+        return self._with_retry(lambda: self._forced(tokens, start, most))
 
     def count_allowed(self, tokens: array[int], start: int, guess: Sequence[int]) -> int:
         """Return how many leading tokens of ``guess`` are allowed, forced or not."""
-        return self._sound(lambda: self._count_allowed(tokens, start, guess))
+        return self._with_retry(lambda: self._count_allowed(tokens, start, guess))
 
-    def _sound(self, job: Callable[[], T]) -> T:
+    def _with_retry(self, job: Callable[[], T]) -> T:
         """Run a job and return its result. If it fails, run it once more with a new matcher.
 
         A failed matcher stays failed, and other requests may have exhausted the shared lexer
         states. Raises `ConstraintFailed` if that fails too or the grammar takes too much time.
         """
-        if self._seconds > FREE_SECONDS + SECONDS_PER_TOKEN * self._num_sure:
+        if self._seconds > FREE_SECONDS + SECONDS_PER_TOKEN * self._num_settled:
             raise ConstraintFailed("the grammar takes too much time for each token: simplify it")
         began = perf_counter()
         try:
@@ -159,16 +159,16 @@ class GrammarMatcher:
 
     def _allowed(self, tokens: array[int], start: int, tail: Sequence[int]) -> Mask | None:
         new = self._new(tokens, start, tail)
-        depth = self._num_sure + len(new)
+        depth = self._num_settled + len(new)
         is_known = depth in self._masks and _common_len(self._tail, new) == len(new)
         is_allowed = is_known or self._goto(new)
         self._settle(len(tokens) - start)
         if is_allowed and not is_known:
-            behind = [*tokens[start + self._num_sure :], *tail]
+            behind = [*tokens[start + self._num_settled :], *tail]
 
             def between(first: int, last: int) -> Sequence[int]:
-                sure = tokens[start + first : start + min(last, self._num_sure)]
-                at = max(0, first - self._num_sure), max(0, last - self._num_sure)
+                sure = tokens[start + first : start + min(last, self._num_settled)]
+                at = max(0, first - self._num_settled), max(0, last - self._num_settled)
                 return [*sure, *behind[at[0] : at[1]]]
 
             self._masks[depth] = self._mask(depth, between)
@@ -204,14 +204,14 @@ class GrammarMatcher:
 
     def _restart(self, matcher: Matcher | None) -> None:
         self._matcher = matcher
-        self._num_sure = 0
+        self._num_settled = 0
         self._tail.clear()
         self._masks.clear()
         self._forget(0)
 
     def _new(self, tokens: array[int], start: int, tail: Sequence[int]) -> list[int]:
         """Return the tokens after the settled tokens: the rest of the output, and ``tail``."""
-        return [*tokens[start + self._num_sure :], *tail]
+        return [*tokens[start + self._num_settled :], *tail]
 
     def _goto(self, new: Sequence[int]) -> bool:
         """Move the matcher after the settled tokens and ``new``. Return whether it is there.
@@ -228,12 +228,12 @@ class GrammarMatcher:
 
         Raises `ConstraintFailed` if fewer tokens were consumed.
         """
-        num_new = num_output - self._num_sure
+        num_new = num_output - self._num_settled
         if num_new > len(self._tail):
             raise ConstraintFailed("the grammar does not match the answer so far")
         if num_new > 0:
             del self._tail[:num_new]
-            self._num_sure = num_output
+            self._num_settled = num_output
             self._is_closed_early = self.closed_early(num_output)
             self._narrowed = {place for place in self._narrowed if place >= num_output}
             self._masks = {depth: m for depth, m in self._masks.items() if depth >= num_output}
@@ -251,7 +251,7 @@ class GrammarMatcher:
         self._live.rollback(count)
         self._check()
         del self._tail[len(self._tail) - count :]
-        last = self._num_sure + len(self._tail)
+        last = self._num_settled + len(self._tail)
         self._masks = {depth: mask for depth, mask in self._masks.items() if depth <= last}
         self._forget(last)
 
@@ -259,7 +259,7 @@ class GrammarMatcher:
         """Forget narrowed masks and searched completions after the position ``last``."""
         self._narrowed = {place for place in self._narrowed if place <= last}
         if self._closing is not None:
-            self._closing.forget(self._num_sure, last)
+            self._closing.forget(self._num_settled, last)
 
     def _is_text(self, token_id: int) -> bool:
         """Whether a token is in the vocabulary and does not end the answer."""
@@ -274,7 +274,7 @@ class GrammarMatcher:
         vocabulary = self._grammar.vocabulary
         mask = np.unpackbits(bits, count=vocabulary.end + 1, bitorder="little").view(np.bool_)
         is_complete, mask = mask[vocabulary.end], mask[: vocabulary.size]
-        special = vocabulary.special_token_ids  # masks of negated texts wrongly allow these
+        special = vocabulary.special_token_ids  # the library wrongly allows them in negated texts
         for token_id in special[mask[special]].tolist():
             mask[token_id] = self._live.validate_tokens([token_id]) == 1
         if self._closing is not None:

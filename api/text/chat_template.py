@@ -139,7 +139,7 @@ class ChatTemplate:
             opens = not options.get("continue_final_message", False)
             return self._completed(messages, {"add_generation_prompt": opens, **options})
         except RecursionError:  # avoid a traceback as long as the nesting is deep
-            param = deeper(messages, options)
+            param = find_too_deep(messages, options)
             raise InvalidRequest(f"{param} are nested too deeply", param=param) from None
         finally:
             BUDGET.reset(token)
@@ -306,7 +306,7 @@ class Dicts:
 
 def _check_name(name: str) -> None:
     if name.startswith("_"):
-        raise SecurityError(f"a namespace cannot have {name}")
+        raise SecurityError(f"a namespace cannot have the attribute {name}")
 
 
 def _refuse(message: str) -> None:
@@ -419,7 +419,7 @@ def count_chars(messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any
     while left and total <= INLINE_CHARS:
         value = left.pop()
         total += len(value) if isinstance(value, str) else 1
-        if type(value) in _SCALARS:  # checks of abstract classes are slow
+        if type(value) in _SCALARS:  # `isinstance` with an abstract class is slow
             continue
         if isinstance(value, (dict, Mapping)):
             left += [*value.keys(), *value.values()]
@@ -428,7 +428,7 @@ def count_chars(messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any
     return total
 
 
-def deeper(messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
+def find_too_deep(messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
     """Return the field that is nested too deeply for a template."""
     given = {"messages": messages, "tools": options.get("tools", ())}
     given["chat_template_kwargs"] = {name: options[name] for name in options if name != "tools"}
@@ -465,7 +465,7 @@ def template_of(config: EngineConfig) -> tuple[str, Mapping[str, Any]]:
     """
     text = "" if config.chat_template is None else read_template(config.chat_template)
     options = config.default_chat_template_kwargs or {}
-    assert not isinstance(options, str)  # parsed when the options were checked
+    assert not isinstance(options, str)  # the check of the options has parsed the JSON
     check_options(options, TEMPLATE_KWARGS)
     return text, options
 

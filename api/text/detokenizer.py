@@ -93,16 +93,16 @@ class StopStrings:
 class Detokenizer(Protocol):
     """A converter of a growing answer to text.
 
-    The results of `push`, `push_all` and `flush`, joined in order, are the text.
+    The results of `decode`, `decode_all` and `finish`, joined in order, are the text.
     """
 
-    def push(self, token_id: int) -> str:
+    def decode(self, token_id: int) -> str:
         """Return the characters that this token completes."""
 
-    def push_all(self, token_ids: Sequence[int]) -> str:
+    def decode_all(self, token_ids: Sequence[int]) -> str:
         """Return the characters that these tokens complete."""
 
-    def flush(self) -> str:
+    def finish(self) -> str:
         """Return the rest of the text at its end; U+FFFD for an incomplete character."""
 
 
@@ -113,15 +113,15 @@ class ByteDetokenizer:
         self._piece = piece
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def push(self, token_id: int) -> str:
+    def decode(self, token_id: int) -> str:
         """Return the characters that this token completes."""
         return self._utf8.decode(self._piece(token_id))
 
-    def push_all(self, token_ids: Sequence[int]) -> str:
+    def decode_all(self, token_ids: Sequence[int]) -> str:
         """Return the characters that these tokens complete."""
         return self._utf8.decode(b"".join(map(self._piece, token_ids)))
 
-    def flush(self) -> str:
+    def finish(self) -> str:
         """Return the rest of the text at its end."""
         return self._utf8.decode(b"", final=True)
 
@@ -150,12 +150,12 @@ class WindowDetokenizer:
         self._pending: list[int] = []
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def push(self, token_id: int) -> str:
+    def decode(self, token_id: int) -> str:
         """Return the characters that this token completes."""
         if token_id in self._skipped:
             return ""
         if token_id in self._byte_values:
-            return self._push_byte(token_id)
+            return self._decode_byte(token_id)
         head = self._end_bytes()
         self._pending.append(token_id)
         text = self._pending_text()
@@ -163,15 +163,15 @@ class WindowDetokenizer:
             return head
         return head + self._settle(text)
 
-    def push_all(self, token_ids: Sequence[int]) -> str:
+    def decode_all(self, token_ids: Sequence[int]) -> str:
         """Return the characters that these tokens complete."""
-        return "".join(map(self.push, token_ids))
+        return "".join(map(self.decode, token_ids))
 
-    def flush(self) -> str:
+    def finish(self) -> str:
         """Return the rest of the text at its end."""
         return self._settle(self._pending_text()) + self._end_bytes()
 
-    def _push_byte(self, token_id: int) -> str:
+    def _decode_byte(self, token_id: int) -> str:
         head = self._settle(self._pending_text())
         self._context = [token_id]
         return head + self._utf8.decode(bytes([self._byte_values[token_id]]))
@@ -214,10 +214,10 @@ class AnswerText:
         """Whether there are stop strings, which may end the answer."""
         return self._stops is not None
 
-    def push(self, token_id: int) -> str | None:
+    def add_token(self, token_id: int) -> str | None:
         """Add a served token. Return the stop string that it completes, if any."""
         self._num_tokens += 1
-        text = self._detokenizer.push(token_id)
+        text = self._detokenizer.decode(token_id)
         if not text:
             return None
         self._parts.append(text)
@@ -226,10 +226,10 @@ class AnswerText:
         found = self._stops.feed(text, count=self._num_tokens >= self._min_tokens)
         return self._cut(text, *found) if found else None
 
-    def extend(self, token_ids: Sequence[int]) -> None:
+    def add_tokens(self, token_ids: Sequence[int]) -> None:
         """Add served tokens of an answer without stop strings."""
         self._num_tokens += len(token_ids)
-        if text := self._detokenizer.push_all(token_ids):
+        if text := self._detokenizer.decode_all(token_ids):
             self._parts.append(text)
 
     def _cut(self, text: str, stop: str, consumed: int) -> str:
@@ -245,7 +245,7 @@ class AnswerText:
         """
         whole, held = "".join(self._parts), 0
         if final and not self._stopped:
-            whole += self._detokenizer.flush()
+            whole += self._detokenizer.finish()
         elif not final and not self._stopped and self._stops is not None:
             held = self._stops.held
         shown = len(whole) - held

@@ -177,7 +177,7 @@ class Worker:
         while (next_one := self._next()) is not None:
             if next_one.future.set_running_or_notify_cancel():
                 _do(next_one)
-            del next_one  # it may be big, and the next job may come much later
+            del next_one  # the job may be big, and the next job may come much later
 
     def _next(self) -> Job[Any] | None:
         """Wait for the next job and return it; None after `close`."""

@@ -112,5 +112,5 @@ def splits_as_named(backend: Any, file: Path) -> bool:  # noqa: ANN401 - tokeniz
         or name in SINGLE_DIGITS
         or name in _LIKE_GPT2
         or read_text(file, "tokenizer.ggml.model") != "gpt2"
-        or "Split(" in repr(backend.pre_tokenizer)  # a name that transformers knows
+        or "Split(" in repr(backend.pre_tokenizer)  # transformers knows the name
     )

@@ -41,7 +41,7 @@ class Encoder:
             raise
         return list(batch[0].ids)
 
-    def encode_behind(self, text: str) -> list[int]:
+    def encode_after(self, text: str) -> list[int]:
         """Return the token ids of a text that follows other text: no space is added before it."""
         if not self._adds_prefix:
             return self.encode(text)
@@ -89,7 +89,7 @@ class LiteralEncoder(Encoder):
             elif number or is_first:
                 ids += segment.ids
             else:
-                ids += self._plain.encode_behind(segment.text)
+                ids += self._plain.encode_after(segment.text)
             if segment.mark is not None:
                 ids.append(segment.mark)
         return ids
@@ -106,13 +106,13 @@ class LiteralEncoder(Encoder):
         yield _Segment(text[at:], ids[first:], None)
 
     def _literal_ids(self, text: str, *, begins: bool) -> list[int]:
-        encode = self.encode if begins else self.encode_behind
+        encode = self.encode if begins else self.encode_after
         ids = encode(text)
         if self._ids.isdisjoint(ids):
             return ids
-        # The tokenizer has a name as an ordinary token, too, so the text is split inside of names.
+        # The vocabulary also has the name as an ordinary token, so encode the text in two parts.
         first, *rest = self._marks.parts(text)
-        return [*encode(first), *(each for part in rest for each in self.encode_behind(part))]
+        return [*encode(first), *(each for part in rest for each in self.encode_after(part))]
 
     @cached_property
     def _begins_anew(self) -> bool:

@@ -34,7 +34,7 @@ class TokenText:
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text that follows other text."""
-        return self._tokenizer.encode_behind(text, is_literal=self._is_literal)
+        return self._tokenizer.encode_after(text, is_literal=self._is_literal)
 
 
 def texts_of_both(target: Path, draft: Path, *, max_model_len: int) -> tuple[TokenText, TokenText]:

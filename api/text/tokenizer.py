@@ -200,13 +200,13 @@ class Tokenizer:
             self._word_ids[words] = ids
         return self._word_ids[words]
 
-    def encode_behind(self, text: str, *, is_literal: bool = False) -> list[int]:
+    def encode_after(self, text: str, *, is_literal: bool = False) -> list[int]:
         """Return the token ids of a text that follows other text: no space is added before it.
 
         ``is_literal``: encode special tokens that the text spells out as text.
         """
         encoder = self.literal(self._special_names.names) if is_literal else self._encoder
-        return encoder.encode_behind(text)
+        return encoder.encode_after(text)
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         return self._encoder.encode(text, add_special_tokens=add_special_tokens)
@@ -494,7 +494,7 @@ class Tokenizer:
         return token.encode("utf-8", "replace")
 
     def has_silent(self, token_ids: Sequence[int], shown: frozenset[int]) -> bool:
-        """Whether an id has no text: it is unknown, or of a special token not in ``shown``."""
+        """Whether any of the ids has no text: unknown ids, and special tokens not in ``shown``."""
         ids = {*token_ids} - shown
         return not ids.isdisjoint(self.special_ids) or any(
             not self._backend.id_to_token(each) for each in ids

@@ -65,7 +65,7 @@ def load_tokenizer(path: Path) -> LoadedTokenizer:
     backend = getattr(hf, "backend_tokenizer", None)
     template = getattr(hf, "chat_template", None) or _processor_template(path)
     loaded = LoadedTokenizer(backend, template, special_tokens)
-    if file is not None and backend is not None and _is_whole(path, backend):
+    if file is not None and backend is not None and _is_cacheable(path, backend):
         _write(file, loaded)
     return loaded
 
@@ -75,11 +75,11 @@ def _kept_file(key: str) -> Path | None:
     try:
         return cache_folder() / "tokenizers" / f"{key}.json"
     except OSError as error:
-        _tell_why_not_kept(error)
+        _log_why_not_cached(error)
         return None
 
 
-def _tell_why_not_kept(error: OSError) -> None:
+def _log_why_not_cached(error: OSError) -> None:
     logger.info("cannot cache the tokenizer; it will be converted at every start: %s", error)
 
 
@@ -101,7 +101,7 @@ def _convert(path: Path) -> Any:  # noqa: ANN401 - transformers is untyped
     return AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
 
 
-def _is_whole(path: Path, backend: Any) -> bool:  # noqa: ANN401 - tokenizers is untyped
+def _is_cacheable(path: Path, backend: Any) -> bool:  # noqa: ANN401 - tokenizers is untyped
     """Whether a tokenizer may be cached.
 
     A tokenizer with a setting that the file would not store is not cached, nor one with an unknown
@@ -166,11 +166,11 @@ def _write(file: Path, loaded: LoadedTokenizer) -> None:
             written.replace(file)
         _drop_oldest(file.parent)
     except OSError as error:
-        _tell_why_not_kept(error)
+        _log_why_not_cached(error)
 
 
 def _drop_oldest(folder: Path) -> None:
-    with suppress(FileNotFoundError):  # another process deletes the same files
+    with suppress(FileNotFoundError):  # another process may delete the same files
         files = sorted(folder.glob("*.json"), key=lambda file: file.stat().st_mtime_ns)
         for file in files[:-_NUM_KEPT]:
             file.unlink()

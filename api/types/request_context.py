@@ -24,9 +24,10 @@ TOO_LATE = "the deadline passed before the request could run"
 
 
 def seconds_left(since: float, *limits: float | None) -> float | None:
-    """Return the seconds until the shortest limit after ``since`` passes; None without a limit.
+    """Return the seconds left of the shortest of the ``limits``; None if all of them are None.
 
-    ``since`` is a time of `time.monotonic`. Raises `DeadlineExceeded` if no time is left.
+    The limits are in seconds and count from ``since``, a time of `time.monotonic`. Raises
+    `DeadlineExceeded` if no time is left.
     """
     given = [each for each in limits if each is not None]
     if not given:

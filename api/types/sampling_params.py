@@ -33,11 +33,11 @@ MAX_WORD_CHARS = 256
 MAX_DEPTH = 64  # draft tokens of one request in one step
 MAX_PREDICTION_CHARS = 2**17
 MAX_PREDICTION_IDS = 2**16
-# limit of each of json_schema, regex and grammar, and of the total of choice
+# maximum length of json_schema, regex and grammar each, and of all choices together
 MAX_GRAMMAR_CHARS = 2**18
 MAX_CHOICES = 4096
 NO_TEXTS: tuple[str, ...] = ()
-STRUCTURED_FIELDS = ("json_schema", "regex", "grammar", "choice")  # mutually exclusive
+STRUCTURED_FIELDS = ("json_schema", "regex", "grammar", "choice")  # at most one is set
 
 
 class LeftOut:
@@ -120,7 +120,12 @@ class SamplingParams(TokenSamplingParams):
         NO_TEXTS, "text that ends the answer; repeatable", "TEXT", is_basic=True
     )
     ignore_eos: bool = setting(False, "continue after an end-of-sequence token")
-    seed: int | None = setting(None, "sampling seed; same seed, same answer", is_basic=True)
+    seed: int | None = setting(
+        None,
+        "seed of the sampling; the same request with the same seed gets the same answer "
+        "(default: random)",
+        is_basic=True,
+    )
     bad_words: Sequence[str] = NO_TEXTS
     json_schema: Mapping[str, object] | str | None = None
     regex: str | None = None
@@ -253,7 +258,7 @@ class SamplingDefaults(
 
     @property
     def in_force(self) -> dict[str, Any]:
-        """All five values that apply to a request which leaves all of them out, by field."""
+        """The values of all five fields, by field, for a request that leaves all five out."""
         params = TokenSamplingParams(**self.given)
         return {name: getattr(params, name) for name in RECOMMENDED}
 

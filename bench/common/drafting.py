@@ -22,7 +22,7 @@ class FixedDrafts(Speculator):
     plan_: DraftPlan
 
     def drafts_nothing(self, requests: Sequence[Request], *, num_new_tokens: int = 0) -> bool:  # noqa: ARG002
-        """Return whether all requests have speculation switched off."""
+        """Whether all requests have speculation switched off."""
         return all(request.depth == 0 for request in requests)
 
     def plan(

@@ -35,7 +35,7 @@ class OracleSource(Source):
     Each token is right with probability ``accuracy``; wrong tokens replace the others. This depends
     only on the request's seed and the position, not on the tokens so far. The most recent answers
     are kept, up to ``max_tokens`` tokens in total. The source's name contains "simulated", so that
-    reports say it.
+    reports show it.
     """
 
     def __init__(self, accuracy: float, *, max_tokens: int = 1_000_000) -> None:
@@ -45,7 +45,8 @@ class OracleSource(Source):
         self._max_tokens = max_tokens
         self._num_kept = 0  # Total number of tokens in the kept answers.
         self._answers: OrderedDict[Key, array[int]] = OrderedDict()
-        self._live: dict[Request, array[int]] = {}  # Answers with the wrong tokens already in them.
+        # Answers of running requests, wrong tokens included.
+        self._live: dict[Request, array[int]] = {}
 
     def propose(self, request: Request, most: int) -> Sequence[Guess]:
         """Return the next tokens of the recorded answer, if there is one and it is long enough."""

@@ -1,4 +1,4 @@
-"""Roofline of a model on a machine: operations, bytes, and the least time that they take.
+"""Roofline of a model on a machine: operations, bytes, and the minimum time that they take.
 
 Every linear layer costs two operations per parameter and token; attention costs four per query
 feature and attended position. A step reads all weights once, and the KV of the positions that it
@@ -74,22 +74,22 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def arithmetic_seconds(shape: Shape, limits: Limits, prompt_len: int) -> float:
-    """Return the least seconds that a prompt's operations take."""
+    """Return the minimum seconds that a prompt's operations take."""
     return shape.prefill_ops(prompt_len) / limits.matrix
 
 
 def weights_seconds(shape: Shape, limits: Limits) -> float:
-    """Return the least seconds that reading the weights once takes."""
+    """Return the minimum seconds that reading the weights once takes."""
     return shape.weight_bytes / limits.read
 
 
 def prefill_floor(shape: Shape, limits: Limits, prompt_len: int) -> float:
-    """Return the least seconds from the start of a prompt to its first token."""
+    """Return the minimum seconds from the start of a prompt to its first token."""
     return max(arithmetic_seconds(shape, limits, prompt_len), weights_seconds(shape, limits))
 
 
 def decode_floor(shape: Shape, limits: Limits, position: int, batch: int = 1) -> float:
-    """Return the least seconds that a decode step takes."""
+    """Return the minimum seconds that a decode step takes."""
     return max(
         shape.decode_bytes(position, batch) / limits.read,
         shape.decode_ops(position, batch) / limits.matrix,
@@ -146,7 +146,7 @@ class Roofline:
         """Decode steps per second at best; each gives a user one token, more with speculation."""
         return self.read_rate / self.weight_bytes
 
-    def beside(self, figures: Mapping[str, object]) -> str:
+    def describe(self, figures: Mapping[str, object]) -> str:
         """Describe the limit, and the fraction of it that the median user's steps reach."""
         size, rate = self.weight_bytes / 1e6, self.read_rate / 1e9
         text = f"{self.steps_per_s:.4g} steps/s ({size:.4g} MB of weights at {rate:.3g} GB/s)"
@@ -167,7 +167,7 @@ def measured_roofline(path: Path, weight_bytes: int | None = None) -> Roofline |
         weight_bytes = file_bytes(path)
     if not weight_bytes:
         return None
-    from .machine import torch_read_bandwidth  # The module imports torch.
+    from .machine import torch_read_bandwidth  # Imported here, because the module loads torch.
 
     return Roofline(weight_bytes, torch_read_bandwidth())
 

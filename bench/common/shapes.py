@@ -29,7 +29,7 @@ def shape(name: str, **changes: object) -> PretrainedConfig:
 
 
 def write_config(folder: Path, config: PretrainedConfig) -> Path:
-    """Write a ``config.json`` in bfloat16, all that random weights need, and return the folder."""
+    """Write a ``config.json`` in bfloat16 for a model with random weights; return the folder."""
     config.dtype = "bfloat16"
     config.save_pretrained(folder)
     return folder

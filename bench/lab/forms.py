@@ -113,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         drawn = asyncio.run(_work(options, tokenizer))
     finally:
         tokenizer.close()
-    _tell(drawn)
+    _print_report(drawn)
     write_json(options.out, {**heading(), "drawn": drawn})
 
 
@@ -220,7 +220,7 @@ def _checked(text: str, schema: object) -> str:
         return "unchecked"
 
 
-def _tell(drawn: Drawn) -> None:
+def _print_report(drawn: Drawn) -> None:
     ends = Counter(each.end for each in drawn.answers)
     num = len(drawn.refused) + len(drawn.endless) + len(drawn.least)
     tokens = sum(each.num_tokens for each in drawn.answers)

@@ -76,7 +76,7 @@ FORWARD = {1: 6.8e-3, 8: 7.1e-3, 32: 9e-3, 64: 11.4e-3, 128: 14e-3, 384: 18.1e-3
 DRAFT = {1: 1.5e-3, 8: 2.07e-3, 32: 3.25e-3, 64: 4.89e-3, 128: 8.03e-3, 256: 16.1e-3}
 ACCURACY = 0.8
 NUM_WARM_UP = 30  # Rounds in which all requests decode, before the measured ones.
-MOST_TOKENS = 16  # Approximate most tokens that a request gains in a round.
+MOST_TOKENS = 16  # Approximate maximum number of tokens that a request gains in a round.
 SIMULATED = "acceptance, the device and its times; tokens per second are meaningless"
 FORMULA, MODEL, INPUTS = "formula", "draft model", "fill, controls, upload"
 REST = "event loop, readers, rest"
@@ -85,7 +85,8 @@ FORMULAS: list[Function] = [
     (FormulaOps, "logits", FORMULA),
     (FormulaArgmax, "run", FORMULA),
 ]
-BESIDE = ("deliver", "index", FORMULA)  # Parts that run while the device works, or on it.
+# Parts that run while the device works, or on the device.
+OVERLAPPED = ("account", "deliver", "index", FORMULA)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +114,8 @@ class Case:
 class Parts(ExitStack):
     """Amounts measured by a clock, by part; a nested part is subtracted from the one around it.
 
-    `REST` is the amount outside all parts, once the caller has added the amount of the whole round.
+    The caller adds the amount of the whole round to `REST`, which then has the amount outside all
+    parts.
     """
 
     def __init__(self, clock: Callable[[], float], functions: Sequence[Function]) -> None:
@@ -169,7 +171,7 @@ def functions_of(engine: Engine) -> list[Function]:
         (decoder.sampler, "begin_runs", INPUTS),
         (PendingStep, "finish", "finish, follow"),
         (scheduler, "commit", "commit"),
-        (speculator, "observe", "observe"),
+        (scheduler, "account", "account"),
         (metrics, "observe_step", "metrics"),
         (metrics, "observe_round", "metrics"),
         (speculator, "observe_step", "metrics"),
@@ -186,7 +188,7 @@ class CallClock:
         self._count = 0
 
     def note(self, frame: FrameType, event: str, _: object) -> None:
-        """Count a call; for `sys.setprofile`."""
+        """Count a call; `sys.setprofile` takes this method."""
         if event in ("call", "c_call") and frame.f_globals["__name__"].startswith(PACKAGES):
             self._count += 1
 
@@ -203,7 +205,7 @@ class InlineThread:
         on_start()
 
     def start(self, work: Callable[[], T]) -> Job[T]:
-        """Run the call to its end. Raises what it raises."""
+        """Run the call to its end. Raises the call's errors."""
         job = Job(work)
         job.end(work(), None)
         return job
@@ -318,7 +320,7 @@ class Round(NamedTuple):
     @property
     def host(self) -> float:
         """Amount of all parts during which the device waits."""
-        return sum(amount for part, amount in self.parts.items() if part not in BESIDE)
+        return sum(amount for part, amount in self.parts.items() if part not in OVERLAPPED)
 
     @property
     def draft_pass(self) -> float:

@@ -132,7 +132,7 @@ def measured(
 def _prepared(
     by: str, kind: str, shapes: Sequence[tuple[int, int]], num_layers: int
 ) -> tuple[Callable[[int], Callable[[], None]], int]:
-    """Return a function from a number of rows to a run over all matrices, and their bytes."""
+    """Return a function that makes a run for a number of rows, and the bytes of all matrices."""
     weights = [torch.randn(shape) for _ in range(num_layers) for shape in shapes]
     dtype = torch.float32 if kind == "float32" else torch.bfloat16
     if by == "torch":

@@ -76,7 +76,7 @@ class Clock:
             for on_tick in joined:
                 on_tick(number)
 
-    def before(self, app: ASGIApp) -> ASGIApp:
+    def with_ticks(self, app: ASGIApp) -> ASGIApp:
         """Return the app with the route /ticks added."""
 
         async def routed(scope: Scope, receive: Receive, send: Send) -> None:
@@ -218,15 +218,15 @@ async def serve_ours(sock: socket.socket, num_streams: int) -> None:
     clock = Clock(num_streams)
     llm = EngineClient.from_built(null_model(clock)[0])
     await llm.start()
-    gc.freeze()  # The real server does this, too.
+    gc.freeze()  # The real server calls this, too.
     config = uvicorn_config(llm, Listen(log_level="warning"))
-    config.app = clock.before(cast("ASGIApp", config.app))
+    config.app = clock.with_ticks(cast("ASGIApp", config.app))
     await uvicorn.Server(config).serve([sock])
 
 
-async def serve_front(address: str, num_streams: int) -> None:
+async def serve_replica(address: str, num_streams: int) -> None:
     """Serve as a replica of the front at ``address`` until the front ends."""
-    from ...api.cluster.replica.engine_host import EngineHost  # The cluster modules need an extra.
+    from ...api.cluster.replica.engine_host import EngineHost  # Needs an extra.
     from ...api.cluster.wire.transport import ReplicaSocket
 
     built, tokenizer = null_model(Clock(num_streams))
@@ -259,6 +259,6 @@ async def serve_bare(
 
     app = Starlette(routes=[Route(path, answer, methods=["POST"]) for path in wholes])
     config = uvicorn.Config(
-        clock.before(app), http="h11", lifespan="off", log_level="warning", access_log=False
+        clock.with_ticks(app), http="h11", lifespan="off", log_level="warning", access_log=False
     )
     await uvicorn.Server(config).serve([sock])

@@ -63,8 +63,8 @@ class Timer:
 
 HOST = ("schedule", "drafts", "hop", "batch", "verify", "commit", "learn", "rest")
 """Parts of a round outside the forward pass, in their order."""
-BESIDE = ("deliver", "index")
-"""Parts that the event loop runs while the model thread computes, besides readers of streams."""
+OVERLAPPED = ("deliver", "index")
+"""Parts that the event loop runs while the model thread computes, except readers of streams."""
 
 
 class Round:
@@ -131,7 +131,8 @@ class Round:
         seconds["rest"] = seconds["round"] - sum(seconds.get(part, 0.0) for part in known)
         scale = 1e3 / max(1, self.num_rounds)
         return {
-            part: seconds.get(part, 0.0) * scale for part in ("round", "forward", *HOST, *BESIDE)
+            part: seconds.get(part, 0.0) * scale
+            for part in ("round", "forward", *HOST, *OVERLAPPED)
         }
 
 
@@ -164,7 +165,7 @@ async def measure(
         **{part: parts[part] for part in HOST},
         "host": f"{host / parts['round']:.1%}",
         "host us a token": 1e3 * host / num_streams,
-        **{f"({part})": parts[part] for part in BESIDE},
+        **{f"({part})": parts[part] for part in OVERLAPPED},
     }
 
 

@@ -1,6 +1,6 @@
 """Recordings that a test replays: texts that a model wrote, and step times of machines.
 
-    python -m foretoken.bench.lab.recorded_steps texts             SmolLM2's answers, by kind and T
+    python -m foretoken.bench.lab.recorded_steps texts             SmolLM2's answers
     python -m foretoken.bench.lab.recorded_steps prices NAME       this machine's step times
 
 Both commands write to one small file. Texts are token ids. Prices are the time of a pass of SmolLM2
@@ -93,7 +93,7 @@ def _unpack(packed: str) -> array[int]:
 
 
 def record_texts() -> list[Text]:
-    """Return SmolLM2's answers to the tasks of published figures, and adversarial ones."""
+    """Return SmolLM2's answers to real tasks, and adversarial texts."""
     texts = []
     with LLM("smollm2", dtype="bfloat16", draft="none", generation_config="none") as llm:
         for kind in KINDS:

@@ -123,7 +123,7 @@ def packages_of(folder: Path) -> tuple[list[Path], Path]:
 
 
 def has_kernels(wheel: Path) -> bool:
-    """Return whether a wheel has compiled kernels, judged by its name."""
+    """Whether a wheel has compiled kernels, judged by its name."""
     return not wheel.name.endswith("-any.whl")
 
 
@@ -158,7 +158,7 @@ def pack(root: Path, wheel: Path) -> None:
 
 
 def needed_glibc(libraries: Sequence[Path]) -> int:
-    """Return the least N with which the libraries run on glibc 2.N, judged by their symbols."""
+    """Return the smallest N so that the libraries run on glibc 2.N, judged by their symbols."""
     versions = (re.findall(rb"GLIBC_2\.(\d+)", each.read_bytes()) for each in libraries)
     return max(int(version) for found in versions for version in found)
 
@@ -238,7 +238,7 @@ def serving(
     args = [*map(str, command), last.format(port=port)]
     url = f"http://127.0.0.1:{port}"
     print("$", " ".join(args), flush=True)
-    environment = stranger(settings)
+    environment = outside_environment(settings)
     server = subprocess.Popen(args, cwd=str(cwd), env=environment, start_new_session=True)
     try:
         deadline = time.monotonic() + START_SECONDS
@@ -256,7 +256,7 @@ def serving(
 
 
 def answers(url: str) -> bool:
-    """Return whether a URL answers with status 200."""
+    """Whether a URL answers with status 200."""
     try:
         with urllib.request.urlopen(url, timeout=5) as response:
             return bool(response.status == 200)
@@ -280,12 +280,12 @@ def run(
     """Run a command with ``settings`` in its environment; exit on failure unless ``may_fail``."""
     args = [str(each) for each in command]
     print("$", " ".join(args), flush=True)
-    done = subprocess.run(args, cwd=str(cwd), env=stranger(settings), check=False)
+    done = subprocess.run(args, cwd=str(cwd), env=outside_environment(settings), check=False)
     if done.returncode and not may_fail:
         sys.exit(f"the command failed with status {done.returncode}: {' '.join(args)}")
 
 
-def stranger(settings: Mapping[str, str] | None = None) -> dict[str, str]:
+def outside_environment(settings: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return an environment with ``settings`` in which nothing is imported from this checkout."""
     own = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     return own | dict(settings or {})

@@ -57,7 +57,7 @@ class Place:
     """A server under test, and the processes behind it."""
 
     url: str
-    server: int  # Process that answers HTTP.
+    server: int  # Id of the process that answers HTTP.
     replicas: Sequence[subprocess.Popen[bytes]] = ()
 
     def cpu_seconds(self) -> tuple[float, float]:
@@ -262,7 +262,7 @@ async def kill_one(place: Place, output_len: int, rng: random.Random) -> Row:
 def kill_row(at: float, times: Sequence[Sequence[float]], moved: Sequence[bool]) -> Row:
     """Return a row of the table.
 
-    A moved stream is taken to move in its longest gap after the kill.
+    A moved stream is assumed to have moved in its longest gap after the kill.
     """
     if not any(moved):
         raise SystemExit("no stream ran on the killed replica")
@@ -331,10 +331,10 @@ def serve_null(address: str) -> None:
     import uvloop
 
     from .http import NUM_STREAMS
-    from .null_engine import serve_front
+    from .null_engine import serve_replica
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(serve_front(address, NUM_STREAMS))
+        runner.run(serve_replica(address, NUM_STREAMS))
 
 
 if __name__ == "__main__":

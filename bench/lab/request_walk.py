@@ -86,7 +86,7 @@ class Walk:
     _is_auditing: bool = False
 
     def note(self, frame: FrameType, event: str, _: object) -> None:
-        """Count a call in the event loop's thread; for `sys.setprofile`."""
+        """Count a call in the event loop's thread; `sys.setprofile` takes this method."""
         # A coroutine returns when it is suspended, and is called again when it continues.
         if frame.f_code is IDLE_AUDIT:
             self._is_auditing = event == "call"
@@ -94,7 +94,7 @@ class Walk:
             (self.audit if self._is_auditing else self.loop).count(frame)
 
     def note_model(self, frame: FrameType, event: str, _: object) -> None:
-        """Count a call in the model thread; for `threading.setprofile`."""
+        """Count a call in the model thread; `threading.setprofile` takes this method."""
         if event == "call" and self.is_under_way:
             self.model.count(frame)
 

@@ -21,7 +21,7 @@ from ...core.execution import model_runner
 from ...core.model.decoder import OwnDecoder
 from ...core.model.description.config import DecoderConfig, LayerSpec
 from ...core.model.description.rope import RopeSpec
-from ...core.ops.kv_pool import KvPlace
+from ...core.ops.kv_pool import KvLayer
 from ...core.ops.mixers.attention import AttentionWeights
 from ...core.ops.triton import graph_inputs
 from ...core.ops.triton.graph import plan as graph_plan
@@ -33,7 +33,7 @@ from ...draft.control.outcome import NUM_BEST
 VOCAB_SIZE = 2**13
 # Each token is followed by the next one of this permutation.
 CYCLE = np.random.default_rng(0).permutation(VOCAB_SIZE)
-# A winner is encoded in one word: its score above the low 31 bits, which hold this minus its id.
+# A winner is encoded in one word: its score above the low 31 bits, which hold `_LAST_ID` - id.
 _LAST_ID = 2**31 - 1
 
 
@@ -118,7 +118,7 @@ def _same(_: FormulaOps, x: Tensor, *__: object, **___: object) -> Tensor:
 
 
 class FormulaOps(TritonOps):
-    """Operations of passes that take given seconds by their number of rows.
+    """Operations of simulated passes; a pass takes the seconds given for its number of rows.
 
     A row's hidden state is its token id. Its logits begin with the words of the best tokens, int64:
     a word encodes a token's score and id. ``accuracy``: probability that the best token is the next
@@ -184,7 +184,7 @@ def formula_decoder(ops: FormulaOps, max_len: int) -> OwnDecoder:
         max_model_len=max_len, layers=(LayerSpec(),),
     )  # fmt: skip
     nothing, norm = PackedLinear(torch.empty(1), None, packed=False), Norm(torch.ones(1), 1e-6)
-    attention = AttentionWeights(nothing, None, nothing, window=None, place=KvPlace(0, 0))
+    attention = AttentionWeights(nothing, None, nothing, window=None, kv=KvLayer(0, 0))
     layer = LayerWeights(norm, attention, norm, MlpWeights(nothing, nothing))
     embedding = torch.arange(VOCAB_SIZE, dtype=torch.float32).unsqueeze(1)
     decoder = OwnDecoder(config, DecoderWeights(embedding, (layer,), norm, nothing), ops)

@@ -100,7 +100,7 @@ def _add_common(parser: Parser) -> None:
         "--concurrency",
         "--max-concurrency",
         type=positive,
-        help="sessions at a time (closed loop); with --request-rate, the most sessions at a time",
+        help="sessions at a time (closed loop); with --request-rate, their maximum number",
     )
     add(
         "--request-rate",

@@ -180,7 +180,7 @@ def parse_slo(text: str) -> dict[str, float]:
 
 
 def meets(record: Record, slo: dict[str, float]) -> bool:
-    """Return whether a request was served within all limits; a missing value meets its limit."""
+    """Whether a request was served within all limits; a missing value meets its limit."""
     if record.error is not None or not record.times:
         return False
     found = ((SLO_MEASURES[name](record), limit) for name, limit in slo.items())

@@ -207,9 +207,9 @@ def arrivals(count: int, rate: float, rng: random.Random, burstiness: float = 1.
 
 
 async def warm_up(load: Load, corpus: Corpus, count: int) -> list[Record]:
-    """Send requests on text of their own, which warm code and not the cache.
+    """Send requests with text of their own, to warm up the code but not the cache.
 
-    Return their records.
+    Returns their records.
     """
     begin = len(load.records)
     jobs = [

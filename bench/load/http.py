@@ -44,7 +44,7 @@ class AnswerParser:
     def __init__(self) -> None:
         self.status = 0
         self.done = False
-        self.keeps = False  # The connection may serve another request.
+        self.can_reuse = False  # Whether the connection may serve another request.
         self.fields: dict[str, str] = {}  # Header fields, with names in lower case.
         self._parser = httptools.HttpResponseParser(self)
         self._body: list[bytes] = []
@@ -64,7 +64,9 @@ class AnswerParser:
         framing = {"content-length", "transfer-encoding"}
         self.done = self.done or bool(self.status and not framing & self.fields.keys())
         if not self.done:
-            raise Failure("connection cut", "the server closed it before the answer was complete")
+            raise Failure(
+                "connection cut", "the server closed the connection before the answer was complete"
+            )
 
     # -- what httptools calls -----------------------------------------------------------------
 
@@ -88,14 +90,14 @@ class AnswerParser:
     def on_message_complete(self) -> None:
         """Mark the answer as complete, unless it was an interim one."""
         self.done = self.status > 0
-        self.keeps = self.done and self._parser.should_keep_alive()
+        self.can_reuse = self.done and self._parser.should_keep_alive()
 
 
 class _Connection(asyncio.Protocol):
     """Serves one exchange after another."""
 
     def __init__(self) -> None:
-        self.fresh = True  # The connection has not served a request yet.
+        self.fresh = True  # Whether the connection has not served a request yet.
         self.lost = False
         self._transport: asyncio.Transport | None = None
         self._parser = AnswerParser()
@@ -154,7 +156,7 @@ class Http:
     def __init__(self, url: str, *, key: str | None = None) -> None:
         """Parse ``url``, which may end in a version such as /v1.
 
-        Raises ValueError if it is no address.
+        Raises ValueError if ``url`` is not an address.
         """
         parts = urlsplit(url if "://" in url else f"http://{url}")
         if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -214,7 +216,7 @@ class Http:
                 connection.close()
                 raise
             connection.fresh = False
-            if parser.keeps and not connection.lost:
+            if parser.can_reuse and not connection.lost:
                 self._idle.append(connection)
             else:
                 connection.close()

@@ -80,14 +80,14 @@ class Answer:
 
     def __init__(self, record: Record, watch: Callable[[Record], None] | None = None) -> None:
         self.text: list[str] = []
-        self.counting: str | None = None  # How the number of tokens in its chunks is known.
+        self.counting: str | None = None  # How the tokens of each chunk were counted.
         self.lens: list[int] = []  # Characters of each chunk.
-        self.is_whole = False  # The stream had [DONE] or a finish_reason.
+        self.is_finished = False  # Whether [DONE] or a finish_reason has arrived.
         self.raw = b""  # First bytes of the answer, for errors that are not streams.
         self._record, self._watch = record, watch
         self._parser = EventParser()
-        self._num_reported = 0  # Tokens by the last usage.
-        self._is_counted = True  # The server has reported the tokens of every chunk so far.
+        self._num_reported = 0  # Number of tokens in the last usage.
+        self._is_counted = True  # Whether the server reported the tokens of every chunk.
         self._usage: _Usage | None = None
 
     def feed(self, now: float, data: bytes) -> None:
@@ -100,7 +100,7 @@ class Answer:
             raise Failure("unreadable stream", str(error)) from None
         for event in events:
             if event.data == "[DONE]":
-                self.is_whole = True
+                self.is_finished = True
             else:
                 self._read(now, event.data)
 
@@ -116,7 +116,7 @@ class Answer:
             self._add(now, words, chunk.usage)
         for choice in chunk.choices:
             if choice.finish_reason is not None:
-                self._record.finish_reason, self.is_whole = choice.finish_reason, True
+                self._record.finish_reason, self.is_finished = choice.finish_reason, True
         self._usage = chunk.usage or self._usage
 
     def _add(self, now: float, words: str, usage: _Usage | None) -> None:
@@ -133,7 +133,7 @@ class Answer:
 
     def finish(self) -> None:
         """Complete the record with usage, and with tokens per chunk if the server reported none."""
-        if not self.is_whole:
+        if not self.is_finished:
             raise Failure("connection cut", "the stream ended without a finish_reason")
         record, usage = self._record, self._usage
         if usage is None:
@@ -197,7 +197,7 @@ class OpenAIDriver:
             async with asyncio.timeout(self._timeout):
                 status = await self.http.post(self.path, body, answer.feed)
         except TimeoutError:
-            raise Failure("timeout", f"after {self._timeout:g} s") from None
+            raise Failure("timeout", f"no complete answer after {self._timeout:g} s") from None
         except asyncio.CancelledError:
             self._uncounted.append((record, answer))
             raise

@@ -82,7 +82,7 @@ def _read(path: Path) -> list[Request]:
         requests = [msgspec.json.decode(line, type=Request) for line in lines if line.strip()]
         if not requests or any(each.path not in PATHS or not each.items for each in requests):
             raise ValueError(
-                f"it has no requests, or one with another path than {', '.join(PATHS)}"
+                f"the recording must have requests, each with a path of {', '.join(PATHS)}"
             )
     except (OSError, lzma.LZMAError, msgspec.DecodeError, ValueError, KeyError) as error:
         raise SystemExit(f"--record: {path}: {error}") from None
@@ -92,8 +92,8 @@ def _read(path: Path) -> list[Request]:
 def steps(requests: Sequence[Request]) -> list[Step]:
     """Return the requests of a session, each with the request that it continues.
 
-    That is the longest earlier request with the same first user message, if the later one has more
-    items and the first of them is an answer. O(requests squared).
+    A request continues the longest earlier request with the same first user message and fewer
+    items, if the first additional item is an answer. O(requests squared).
     """
     found: list[Step] = []
     for request in requests:
@@ -101,7 +101,7 @@ def steps(requests: Sequence[Request]) -> list[Step]:
         earlier = [
             (len(step.request.items), index)
             for index, step in enumerate(found)
-            if _goes_on(step.request, request, items)
+            if _continues(step.request, request, items)
         ]
         parent = max(earlier)[1] if earlier else None
         answers = {}
@@ -113,7 +113,7 @@ def steps(requests: Sequence[Request]) -> list[Step]:
     return found
 
 
-def _goes_on(before: Request, now: Request, items: Sequence[Item]) -> bool:
+def _continues(before: Request, now: Request, items: Sequence[Item]) -> bool:
     length = len(before.items)
     return (
         before.path == now.path
@@ -135,7 +135,7 @@ def _bare(value: object) -> object:
 
 
 def is_answer(item: Item) -> bool:
-    """Return whether the model produced this item."""
+    """Whether the model produced this item."""
     return item.get("role") == "assistant" or item.get("type") in (*CALLS, "reasoning")
 
 
@@ -220,7 +220,7 @@ class Chat:
 
     @staticmethod
     def is_result(item: Item) -> bool:
-        """Return whether the item is a tool result."""
+        """Whether the item is a tool result."""
         return item.get("role") == "tool"
 
     @staticmethod
@@ -251,7 +251,7 @@ class Messages:
 
     @staticmethod
     def is_result(item: Item) -> bool:
-        """Return whether the item contains a tool result."""
+        """Whether the item contains a tool result."""
         content = item["content"]
         return isinstance(content, list) and any(each["type"] == "tool_result" for each in content)
 
@@ -296,7 +296,7 @@ class Responses:
 
     @staticmethod
     def is_result(item: Item) -> bool:
-        """Return whether the item is a tool result."""
+        """Whether the item is a tool result."""
         return item.get("type") in [f"{each}_output" for each in CALLS]
 
     @staticmethod

@@ -38,7 +38,7 @@ LEFT_OUT = ("max_tokens", "max_completion_tokens", "thinking", "output_config", 
 class Turn(msgspec.Struct, kw_only=True):
     """One request of a session as it was served.
 
-    ``goes_on_from``: index of the request that it continues; None without such a request.
+    ``goes_on_from``: index of the request that this one continues; None without such a request.
     """
 
     request: int
@@ -75,7 +75,7 @@ class Session(msgspec.Struct, kw_only=True):
 
     @property
     def most_missed(self) -> int:
-        """Most tokens that one turn computed although they could have been read from the cache."""
+        """Maximum number of tokens that a turn computed but could have read from the cache."""
         missed = [(turn.possible_tokens or 0) - turn.cached_tokens for turn in self.turns]
         return max([0, *missed])
 
@@ -152,7 +152,7 @@ class Replay:
             async with asyncio.timeout(self._timeout):
                 status = await self._http.post(path, msgspec.json.encode(body), heard.feed)
         except TimeoutError:
-            raise Failure("timeout", f"after {self._timeout:g} s") from None
+            raise Failure("timeout", f"no complete answer after {self._timeout:g} s") from None
         if status != 200:
             raise Failure(f"HTTP {status}", heard.raw.decode("utf-8", "replace")[:300])
         if not heard.times:

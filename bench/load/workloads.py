@@ -15,7 +15,7 @@ from .corpus import TextCorpus
 from .figures import Record
 from .generator import Ask, Job, Piece, Session
 
-SHORTEST = 8  # Least length in tokens of a prompt that was cut to fit.
+SHORTEST = 8  # Minimum length in tokens of a prompt that was cut to fit.
 ROOM = 16  # Tokens that a template or a tokenizer may add.
 
 
@@ -46,7 +46,7 @@ def lengths(text: str) -> Lengths:
     except ValueError:
         raise argparse.ArgumentTypeError(f"'{text}' is not a length such as 64 or 16:64") from None
     if not 1 <= found.low <= found.high:
-        raise argparse.ArgumentTypeError(f"'{text}' must be a range from 1 or more upwards")
+        raise argparse.ArgumentTypeError(f"'{text}' must be LOW:HIGH with 1 <= LOW <= HIGH")
     return found
 
 
@@ -75,7 +75,7 @@ def above_zero(text: str) -> float:
 
 @dataclass(slots=True)
 class Scene:
-    """Inputs of all workloads; ``max_len`` is the most tokens that a request may have."""
+    """Inputs of all workloads; ``max_len`` is the maximum length of a request in tokens."""
 
     args: argparse.Namespace
     corpus: TextCorpus
@@ -90,7 +90,7 @@ class Scene:
         return random.Random(f"{self.seed}/{name}")
 
     def fits(self, prompt_len: int, output_len: int) -> bool:
-        """Return whether a request fits into the context."""
+        """Whether a request fits into the context."""
         return self.max_len is None or prompt_len + output_len + ROOM <= self.max_len
 
     def fitted(self, prompt_len: int, output_len: int) -> int:
@@ -125,8 +125,8 @@ class Workload:
     own_figures: Callable[[Sequence[Record], argparse.Namespace], dict[str, object]] = lambda *_: {}
     concurrency: int = 8
     request_rate: float | None = None  # Sessions started per second, in an open loop.
-    has_schedule: bool = False  # Sessions come with their own arrivals.
-    # The workload controls its own loop; rate and concurrency cannot be set.
+    has_schedule: bool = False  # Whether sessions have arrival times of their own.
+    # Whether the workload controls its own loop; then rate and concurrency cannot be set.
     has_loop: bool = False
     temperature: float = 0.0
 

@@ -76,7 +76,7 @@ def _parser() -> Parser:
         help="measure fewer points, which takes a minute for a small model",
     )
     add("--max-len", type=int, metavar="N", help="longest prompt, in tokens")
-    add("--repeats", type=int, metavar="N", help="most measurements of a point")
+    add("--repeats", type=int, metavar="N", help="maximum number of measurements of a point")
     add(
         "--budget",
         type=float,

@@ -34,7 +34,7 @@ Found = TypeVar("Found")
 class Sizes:
     """Extent of a measurement. Lengths are in tokens; ``budget`` is the seconds for one point."""
 
-    max_len: int = 32768  # Longest prompt.
+    max_len: int = 32768  # Maximum length of a prompt.
     repeats: int = 5
     budget: float = 30.0
     decode_len: int = 32
@@ -91,7 +91,7 @@ class Lab:
 
     @property
     def capacity(self) -> int:
-        """Most tokens of a prompt and its answer."""
+        """Maximum number of tokens of a prompt and its answer together."""
         return self.built.max_model_len
 
     @property
@@ -160,7 +160,8 @@ async def measure_prefill(lab: Lab) -> list[PrefillPoint]:
 
     async def once(length: int) -> tuple[Usage, Usage]:
         await lab.flush()
-        await lab.serve(lab.text[: -SHORT - 1 : -1], 2)  # Both timed requests follow another one.
+        # Not timed. Without it, only the second timed request would follow another request.
+        await lab.serve(lab.text[: -SHORT - 1 : -1], 2)
         cold = await lab.serve(lab.text[:length], 1)
         cached = await lab.serve(lab.text[:length], 1)
         if cold.token_ids != cached.token_ids:

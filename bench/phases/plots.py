@@ -35,7 +35,7 @@ STYLE: Any = {  # Matplotlib exports no type for its settings.
     "legend.fontsize": 9,
 }
 PANEL = (5.6, 4.0)  # Size of one plot in inches.
-HEADROOM = 1.3  # Height of a linear axis over its curves.
+HEADROOM = 1.3  # Height of a linear axis as a multiple of its highest curve.
 WIDE = 100.0  # A log axis over a smaller range also has ticks at 2 and 5.
 Panels: TypeAlias = Sequence[Axes]
 

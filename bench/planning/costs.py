@@ -36,7 +36,7 @@ OUTPUT_LEN = 24
 LOAD_SECONDS = 8.0  # No more requests of the load begin after this time.
 # A step that begins this long after the last one does not count as following it.
 IDLE_SECONDS = 0.02
-GB = 1e9  # Bytes of the unit of rates.
+GB = 1e9  # Bytes of a gigabyte.
 OUTLIER = 4.0  # Steps whose error is larger than this multiple of the median were disturbed.
 
 

@@ -45,7 +45,7 @@ class DraftsOfDepth(Speculator):
         self._depth = depth
 
     def drafts_nothing(self, requests: Sequence[Request], *, num_new_tokens: int = 0) -> bool:
-        """Return whether the depth is 0."""
+        """Whether the depth is 0."""
         del requests, num_new_tokens
         return not self._depth
 

@@ -28,7 +28,7 @@ from .transfers import PAGE_BYTES, Network, Spends, VirtualReader
 from .virtual_time import VirtualThread
 
 FINGERPRINT = b"planned"  # All replicas of a plan share this, so equal pages have equal keys.
-SAMPLES = 512  # Most samples of the occupancy.
+SAMPLES = 512  # Maximum number of samples of the occupancy.
 Role = Literal["prefill", "decode"]
 
 
@@ -188,8 +188,9 @@ class TimedRunner:
 class PlannedReplica:
     """One engine of a plan. It belongs to the running virtual loop.
 
-    ``kv_bytes``: size of its pool; ``max_running``: most requests at a time. With a ``role`` it
-    computes prompts for other replicas of its ``network``, or reads the prompts that they computed.
+    ``kv_bytes``: size of its pool; ``max_running``: maximum number of running requests. With a
+    ``role`` it computes prompts for other replicas of its ``network``, or reads the prompts that
+    they computed.
     """
 
     def __init__(

@@ -14,7 +14,7 @@ PAGE_BYTES = 1  # Bytes that stand for a page.
 
 
 class Spends(Protocol):
-    """A virtual thread whose calls can take longer."""
+    """A virtual thread whose running call can be made to take longer."""
 
     def spend(self, seconds: float) -> None:
         """Make the running call take ``seconds`` longer."""

@@ -1,1 +1,1 @@
-"""The asyncio loop between callers and the model thread, and its supervision."""
+"""The engine: the asyncio loop between callers and the model thread, and its supervision."""

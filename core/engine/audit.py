@@ -1,4 +1,4 @@
-"""Auditor: checks the invariants of requests and pages, on request and while idle."""
+"""Auditor: checks the invariants of requests and pages, on request and while the engine is idle."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ from ...radix_cache.audit import Steps
 from ..scheduling.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
-SECONDS = 60.0  # least time between two audits in idle moments
-SLICE = 1000  # steps of an idle audit between turns of other tasks: about a millisecond
-QUIET = 1.0  # seconds without a request before an interrupted audit is begun again
+AUDIT_INTERVAL = 60.0  # minimum number of seconds between two idle audits
+SLICE = 1000  # parts of an idle audit after which other tasks run: about a millisecond
+QUIET = 1.0  # seconds without a request after which an interrupted audit begins again
 AuditResult = dict[str, object]
 
 
 def inspect(scheduler: Scheduler) -> AuditResult:
-    """Check all invariants now: return ``ok`` with the counts, or the ``violation``. O(pages)."""
+    """Check all invariants now. Return ``ok`` True and counts, or False and the ``violation``.
+
+    O(pages).
+    """
     if violation := _advance(scheduler.checks(), None):
         return {"ok": False, "violation": violation}
     cache = scheduler.cache
@@ -44,9 +47,10 @@ def inspect(scheduler: Scheduler) -> AuditResult:
 
 
 def _advance(steps: Steps, num_steps: int | None) -> str | None:
-    """Run ``num_steps`` steps of an audit, or all.
+    """Run the next ``num_steps`` parts of an audit; None: run all parts.
 
-    Returns None if steps may be left, otherwise the violation, which is "" without one.
+    Returns None if parts may be left. Otherwise returns the violation, or "" if all invariants
+    hold.
     """
     try:
         num_done = sum(1 for _ in islice(steps, num_steps))
@@ -58,36 +62,37 @@ def _advance(steps: Steps, num_steps: int | None) -> str | None:
 
 
 class Auditor:
-    """Audits an engine between its steps: on request, and from time to time while it is idle."""
+    """Auditor of an engine between its steps: on request, and at intervals while it is idle."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.num_failures = 0
         self._scheduler = scheduler
-        self.open_requests: list[asyncio.Future[AuditResult]] = []  # answered by `answer_requests`
-        self._passed = -SECONDS  # time of the last complete idle audit
+        self.open_requests: list[asyncio.Future[AuditResult]] = []  # audits that callers wait for
+        self._last_audit = -AUDIT_INTERVAL  # time of the last complete idle audit
         self._was_cut = False  # whether the last idle audit was interrupted
 
     def request(self) -> asyncio.Future[AuditResult]:
-        """Return a future that the next `answer_requests` resolves."""
+        """Request an audit; return the future of its result, which `answer_requests` resolves."""
         self.open_requests.append(result := asyncio.get_running_loop().create_future())
         return result
 
     def answer_requests(self) -> None:
-        """Audit and resolve the open requests; called between two steps."""
+        """Audit once and resolve all open requests with the result; no step may be running."""
         requests, self.open_requests = self.open_requests, []
-        waiting = [each for each in requests if not each.done()]  # a caller may have left
+        waiting = [each for each in requests if not each.done()]  # a caller may have been cancelled
         if waiting:
-            result = self._inspect()  # one audit per round resolves all of them
+            result = self._inspect()
             for each in waiting:
                 each.set_result(result)
 
     async def audit_while_idle(self, now: float, wake: asyncio.Event) -> None:
-        """Audit while there is no request, at most once in `SECONDS`: a large pool takes a while.
+        """Audit while the engine has no request, at most once in `AUDIT_INTERVAL`.
 
-        Other tasks run in between. Setting ``wake`` interrupts the audit. The next audit then waits
-        until the engine has been idle for longer, so that it is less likely to be interrupted, too.
+        The audit of a large pool takes a while, so other tasks run in between. Setting ``wake``
+        interrupts the audit. The next audit then begins only after `QUIET` seconds, so that it is
+        less likely to be interrupted, too.
         """
-        if now - self._passed < SECONDS:
+        if now - self._last_audit < AUDIT_INTERVAL:
             return
         if self._was_cut:
             with suppress(TimeoutError):
@@ -96,10 +101,10 @@ class Auditor:
         self._was_cut = True
         while self._was_cut and not wake.is_set():
             if await self._inspect_slowly(wake):
-                self._passed, self._was_cut = now, False
+                self._last_audit, self._was_cut = now, False
 
     async def _inspect_slowly(self, wake: asyncio.Event) -> bool:
-        """Audit in slices; return whether the audit ended before the cache changed."""
+        """Audit part by part; return whether the audit was completed before the cache changed."""
         tree, steps = self._scheduler.cache.tree, self._scheduler.checks()
         version = tree.version
         while tree.version == version and not wake.is_set():
@@ -110,7 +115,7 @@ class Auditor:
         return False
 
     def close(self, error: Exception) -> None:
-        """Fail the open requests for an audit."""
+        """Raise ``error`` in the callers that still wait for an audit."""
         requests, self.open_requests = self.open_requests, []
         for each in requests:
             if not each.done():

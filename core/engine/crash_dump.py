@@ -1,7 +1,8 @@
 """Crash dumps: a JSON file that describes an engine, written when it dies or on request.
 
-A dump has requests by id and counts, pools, the last steps and each thread's stack. It never has a
-prompt, an answer, a key, a cache salt, or the text of an exception, which may quote any of them.
+A dump has the ids and numbers of each request, the pools, the last steps and each thread's stack.
+It never has a prompt, an answer, a key, a cache salt, or the text of an exception, which may quote
+such data.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from .model_thread import Watchdog
 
 logger = logging.getLogger(__name__)
 CrashReport = dict[str, object]
-_NUMBERS = itertools.count(1)  # distinguishes dumps of the same second
+_NUMBERS = itertools.count(1)  # distinguish dumps of the same second
 
 
 def make_report(
@@ -38,9 +39,10 @@ def make_report(
     failure: BaseException | None = None,
     about: Mapping[str, object] | None = None,
 ) -> CrashReport:
-    """Describe the engine. A part that fails is replaced by the kind of its error.
+    """Return a description of the engine.
 
-    The function only reads, so another thread may call it while the event loop is stuck.
+    A part that cannot be described is replaced by the type of the error. The function changes
+    nothing, so another thread may call it while the event loop is stuck.
     """
     parts: dict[str, Callable[[], object]] = {
         "failure": lambda: None if failure is None else _describe_failure(failure),
@@ -63,12 +65,12 @@ def make_report(
 def write_report(report: CrashReport, folder: Path) -> Path | None:
     """Write a report to a new file that only this user may read, and return its path.
 
-    A failure is logged, and None is returned.
+    If the file cannot be written, the error is logged and None is returned.
     """
     name = f"foretoken-{os.getpid()}-{_now('%Y%m%dT%H%M%SZ')}-{next(_NUMBERS)}.json"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # Exclusive: in a shared folder the name may be a link made by another user.
+        # O_EXCL: in a shared folder, another user may have made a link of that name.
         handle = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with open(handle, "w") as file:
             json.dump(report, file, indent=1, default=str)
@@ -80,7 +82,7 @@ def write_report(report: CrashReport, folder: Path) -> Path | None:
 
 
 def stacks() -> dict[str, list[str]]:
-    """Return the stack of each thread by its name: code positions, no values."""
+    """Return the stack of each thread by the thread's name: code positions without values."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     return {
         f"{names.get(ident, 'unknown')} ({ident})": _places(traceback.extract_stack(frame))

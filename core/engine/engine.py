@@ -1,8 +1,8 @@
 """Engine: the asyncio loop between callers and the model thread.
 
-One loop, one model thread. Requests and the cache change on the loop's thread alone: in the
-engine's task, which is suspended while the model thread runs a step, and in other calls on that
-loop (`submit`, `flush_cache`). So there are no locks.
+There is one event loop and one model thread. Requests and the cache change on the loop's thread
+alone: in the engine's task, which is suspended while the model thread runs a step, and in other
+calls on that loop (`submit`, `flush_cache`). So no locks are needed.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ from .model_thread import ModelThread, StepThread, Supervision, Watchdog
 from .step_executor import OverlapWork, StepExecutor
 
 logger = logging.getLogger(__name__)
-# With more undelivered events, their delivery waits until the step's kernels have started. Fewer
-# are delivered at once, because waking the loop later would cost more.
-FEW_EVENTS = 2
+# More undelivered events than these are delivered only after the step's kernels have started. Up to
+# this number, events are delivered at once, because waking the loop later would cost more.
+MAX_EVENTS_AT_ONCE = 2
 DEFAULT_SUPERVISION = Supervision()
 CLOSED, STEPS_FAILED = "the engine was closed", "steps failed; the engine stopped"
 
 
 class Engine:
-    """Serves requests until it is closed.
+    """Engine that serves requests until it is closed.
 
-    A step that raises is run again in parts: only the requests whose parts fail are ended. The
-    engine ends after three steps in a row without a successful part, or after a step that does not
-    return: every stream gets an error, and a crash dump is written.
+    A step that raises an error is run again in parts, and only the requests whose parts fail are
+    ended. The engine ends after three steps in a row without a successful part, or after a step
+    that does not return in time: every stream gets an error, and a crash dump is written.
     """
 
     def __init__(
@@ -83,12 +83,12 @@ class Engine:
         self._clock = clock
         self._warm_up = warm_up
         self._thread = make_thread("foretoken-model", on_thread_start)
-        # closes the thread of an engine that was left open
+        # Stop the thread of an engine that the program did not close.
         weakref.finalize(self, self._thread.close)
         self._task: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
         self._companions = companions
-        self._lost: BaseException | None = None  # why no step can succeed any more
+        self._lost: BaseException | None = None  # why no later step can succeed; None: they can
         self._round_began = 0.0
         self._inbox = RequestInbox(scheduler, self.metrics)
         self._tier_io = self._make_tier_io(make_thread)
@@ -137,7 +137,7 @@ class Engine:
 
     @property
     def readiness(self) -> str | None:
-        """Reason why the engine cannot take new requests now; None if it can. Cheap."""
+        """Reason why the engine is not ready for new requests; None if it is ready. O(1)."""
         if self.draining:
             return "the engine is shutting down"
         if not self.alive:
@@ -148,7 +148,7 @@ class Engine:
 
     @property
     def now(self) -> float:
-        """Seconds on the engine's clock, which times arrivals, pins and evictions."""
+        """Time in seconds on the engine's clock, which times arrivals, pins and evictions."""
         return self._clock()
 
     @property
@@ -158,12 +158,12 @@ class Engine:
 
     @property
     def load(self) -> Load:
-        """Present load of requests and cache. Cheap."""
+        """Current numbers of requests and of used pages. O(1)."""
         return Load.of(self.scheduler)
 
     @property
     def page_size(self) -> int:
-        """Number of tokens of a page of the prefix cache."""
+        """Number of tokens in one page of the prefix cache."""
         return self.scheduler.cache.page_size
 
     @property
@@ -187,31 +187,31 @@ class Engine:
         except QueueFull as full:
             full.retry_after = self._inbox.retry_after()
             raise
-        self._step_executor.withdraw()  # so that the request may join the next step
+        self._step_executor.withdraw()  # plan the next step again, so that the request may join it
         return self._inbox.accept(request, self._clock())
 
     def fetch(self, request: Request) -> None:
         """Load the pages of a request's `Transfer.offer` into the prefix cache; compute nothing.
 
-        The engine that holds the pages is always told when it may free them. Pages that cannot be
-        loaded are skipped, without an error.
+        Afterwards the engine that offered the pages is notified that it may free them. Pages that
+        cannot be loaded are skipped without an error.
         """
         if self.alive:
             self.scheduler.fetch(request, self._clock())
 
     def check(self, request: Request) -> None:
-        """Refuse a request that `submit` would refuse even with an empty queue; submits nothing.
+        """Raise the error for a request that `submit` would refuse even with an empty queue.
 
-        Raises `PromptTooLong` and `InvalidRequest`.
+        The request is not submitted. Raises `PromptTooLong` and `InvalidRequest`.
         """
         self.scheduler.check(request, pending=None)
 
     def abort(self, request_id: str) -> None:
-        """End a request between two steps; an unknown or finished one is ignored."""
+        """End a request before the next step; an unknown or finished request is ignored."""
         self._inbox.abort(request_id)
 
-    # The following methods do not wait, except `audit`. They are coroutines because an engine may
-    # also be in another process, and callers see both kinds alike.
+    # Only `audit` waits. The other methods below are coroutines, too, because an engine in another
+    # process has the same interface.
 
     async def flush_cache(self, *namespaces: str | None) -> int:
         """Drop unused cached prefixes and the tokens indexed for look-up drafts in ``namespaces``.
@@ -226,9 +226,9 @@ class Engine:
     async def flush_prefix(self, tokens: array[int], namespace: str | None = None) -> int:
         """Drop the unused cached pages of all prompts that begin with ``tokens``, pinned or not.
 
-        The namespace's indexed tokens and its pages in tiers are all dropped, because they cannot
-        be found by prefix. Returns how many pages of the pool became free. Raises `InvalidRequest`
-        for tokens that do not fill a page.
+        All tokens of the namespace that are indexed for look-up drafts, and all its pages in tiers,
+        are dropped, too, because they cannot be found by prefix. Returns how many pages of the pool
+        became free. Raises `InvalidRequest` for tokens that do not fill a page.
         """
         num_pages = self.scheduler.flush_prefix(tokens, namespace)
         if self._tier_io is not None:
@@ -238,17 +238,17 @@ class Engine:
     async def cache_info(self, namespace: str | None = None) -> dict[str, object]:
         """Return occupancy and hits of the prefix cache and its tiers, in pages and tokens.
 
-        ``pins`` lists the pins of one namespace only.
+        ``pins`` in the result lists the pins of ``namespace`` only.
         """
         cache = self.scheduler.cache
-        cache.tick(self._clock())  # without steps nothing else expires pins
+        cache.tick(self._clock())  # pins must expire even if the engine runs no steps
         loads = self.scheduler.page_loads
         tiers = None if loads is None else loads.tiers
         return describe_cache(cache, namespace, tiers, self.scheduler.num_packed_away_tokens)
 
     @property
     def num_failed_steps(self) -> int:
-        """Number of runs of a step in the model thread that raised an error."""
+        """Number of failed runs in the model thread, of whole steps or of parts of steps."""
         return self._step_executor.num_failed_steps
 
     @property
@@ -262,16 +262,16 @@ class Engine:
         return self._auditor.num_failures
 
     async def overview(self, finished: Iterable[RecentRequest] = ()) -> dict[str, object]:
-        """Describe the engine for the live page.
+        """Return a description of the engine for the live page.
 
-        The paths through the cache of running requests and of ``finished`` ones are included.
+        It includes the paths of running and ``finished`` requests through the radix tree.
         """
         return describe_engine(self.scheduler, self.metrics, finished)
 
     async def audit(self) -> AuditResult:
-        """Check every page and request between two steps; return the result of `inspect`.
+        """Check the invariants of all pages and requests before the next step.
 
-        Raises `EngineDead`.
+        Returns the result of `core.engine.audit.inspect`. Raises `EngineDead`.
         """
         if not self.alive:
             raise EngineDead(self._death_reason())
@@ -280,14 +280,17 @@ class Engine:
         return await result
 
     def report(self, reason: str) -> CrashReport:
-        """Describe the engine for a crash dump; works while the loop is stuck."""
+        """Return a description of the engine for a crash dump.
+
+        Another thread may call this while the event loop is stuck.
+        """
         about, now = self.supervision.about, self._clock()
         return make_report(
             reason, self.scheduler, self._watchdog, now, failure=self.failure, about=about
         )
 
     def dump(self, report: CrashReport) -> None:
-        """Write a report to the dump folder, if there is one."""
+        """Write ``report`` to the folder of crash dumps, if one was set."""
         folder = self.supervision.dump_dir
         if folder is not None and write_report(report, folder) is not None:
             self.num_crash_dumps += 1
@@ -305,7 +308,7 @@ class Engine:
         self._require_open()
         if self._task is None:
             await self._thread.start(self._warm_up).result()
-            self._require_open()  # `close` may have been called meanwhile
+            self._require_open()  # `close` may have been called during the warm-up
         if self._task is None:
             self._inbox.idle.set()
             if self._tier_io is not None:
@@ -313,7 +316,7 @@ class Engine:
             if self._companions is not None:
                 self._companions.watch(self._lose)
             self._task = asyncio.create_task(self._run(), name="foretoken-engine")
-            # Silence "Task was destroyed" where a program exits without closing the engine.
+            # Silence asyncio's "Task was destroyed" if the program exits without closing.
             setattr(self._task, "_log_destroy_pending", False)  # noqa: B010 - it is not typed
 
     def _require_open(self) -> None:
@@ -321,9 +324,9 @@ class Engine:
             raise EngineDead("the engine was closed")
 
     async def close(self, *, drain_seconds: float = 0.0) -> None:
-        """Stop: refuse new requests, wait for running ones, then abort the rest.
+        """Close the engine: refuse new requests, wait for running requests, then abort the rest.
 
-        Waits at most ``drain_seconds``. A second call waits for the first.
+        The requests have at most ``drain_seconds`` to end. A second call waits for the first one.
         """
         self.draining = True
         if self._closing is None:
@@ -338,7 +341,7 @@ class Engine:
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
-        self._end_everything(None)  # a task cancelled before its first run ended no stream
+        self._end_everything(None)  # a task that is cancelled before its first run ends no stream
         if self._tier_io is not None:
             await self._tier_io.close(ends - self._clock())
         if self._transfer_desk is not None:
@@ -349,7 +352,7 @@ class Engine:
             await asyncio.to_thread(self._companions.end)
 
     async def _run(self) -> None:
-        """Run the loop; however it ends, every stream is ended."""
+        """Run the loop until it is cancelled or fails; end every stream in either case."""
         last: EngineDead | None = EngineDead(CLOSED)
         self._round_began = self._clock()
         try:
@@ -358,19 +361,22 @@ class Engine:
         except asyncio.CancelledError:
             last = None if self.draining else last
             raise
-        except GeneratorExit:  # the event loop is gone: the program left the engine open and exits
+        except GeneratorExit:  # the program exits without closing the engine or its event loop
             raise
-        except EngineDead:  # the interpreter exits, and the model thread ended
+        except EngineDead:  # the model thread ended because the interpreter exits
             logger.debug("the engine stops: its model thread ended")
         except BaseException as failure:
             logger.critical("the engine failed and stops", exc_info=failure)
             self.failure, last = failure, EngineDead(STEPS_FAILED)
         finally:
-            if not sys.is_finalizing():  # after that, no stream is read, and modules may be gone
+            if not sys.is_finalizing():  # later no stream is read, and modules may be unloaded
                 self._end(last)
 
     def _end(self, last: EngineDead | None) -> None:
-        """End the streams, then write a crash dump, which may take a while."""
+        """End all streams, then write a crash dump if the engine failed, which may take a while.
+
+        ``last``: error for the streams; None: they are aborted without an error.
+        """
         report = self.report("the engine died") if self.failure or self.hung else None
         self._end_everything(last)
         if report is not None and self._companions is not None:
@@ -380,7 +386,10 @@ class Engine:
             self.dump(report)
 
     async def _turn(self) -> None:
-        """Run one round: inbox, plan, step. Events are delivered while the model computes."""
+        """Run one round of the loop: read the inbox, plan a step and run it.
+
+        Events of the previous step are delivered while the model computes.
+        """
         if self._lost is not None:
             raise self._lost
         self._inbox.drain(self._clock())
@@ -394,22 +403,24 @@ class Engine:
         output = await self._step_executor.step(plan, self.runner)
         if output is not None:
             self._report_step(plan, output)
-        else:  # a bisected step is not timed
+        else:  # the time of a step that was run in parts would distort the statistics
             self._round_began = self._clock()
 
     def _lose(self, failure: BaseException) -> None:
-        """Record that a process needed by every step has ended; the engine ends after this step."""
+        """Record the loss of a process that every step needs; the engine ends after this step."""
         self._lost = failure
         self._inbox.notify()
 
     def _load_ended(self) -> None:
-        """Have the next step planned again, because a request no longer waits for its pages."""
+        """Cancel the step that was planned ahead: a request no longer waits for its pages."""
         self._step_executor.withdraw()
         self._inbox.notify()
 
     def _should_wait_for_kernels(self) -> bool:
-        """Whether the loop has enough work to wait until the kernels of the step have started."""
-        return self._inbox.num_undelivered > FEW_EVENTS or self.scheduler.speculator.has_work()
+        """Whether the loop has so much work that it should wait for the start of the kernels."""
+        return (
+            self._inbox.num_undelivered > MAX_EVENTS_AT_ONCE or self.scheduler.speculator.has_work()
+        )
 
     def _work_while_computing(self) -> None:
         """Deliver events and let the speculator index tokens while the model thread computes."""
@@ -418,7 +429,7 @@ class Engine:
             self.scheduler.speculator.work()
 
     def _report_step(self, plan: StepPlan, output: StepOutput) -> None:
-        """Report the time between two commits, which includes the time of the event loop."""
+        """Report a step and the time since the previous one, which includes the event loop's."""
         self._log.tick()
         now = self._clock()
         self.metrics.observe_round(output, now - self._round_began)
@@ -426,12 +437,12 @@ class Engine:
         self._round_began = now
 
     async def _wait_for_work(self) -> None:
-        self._inbox.wake.clear()  # the inbox is empty; an arrival sets it again
+        self._inbox.wake.clear()  # the next arrival or abort sets it again
         if not self.scheduler.num_requests:
-            self.scheduler.speculator.work()  # the speculator forgets the requests that ended last
+            self.scheduler.speculator.work()  # lets the speculator drop data of ended requests
             self._inbox.mark_idle()
             await self._auditor.audit_while_idle(self._clock(), self._inbox.wake)
-        # There may be requests without anything to compute: they wait for pages from a tier.
+        # Requests whose pages are being loaded from a tier may still have a deadline.
         due = self.scheduler.request_table.next_deadline
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(
@@ -440,10 +451,11 @@ class Engine:
         self._round_began = self._clock()
 
     def _deliver(self) -> None:
+        self.scheduler.account()  # deltas are complete after it
         self._inbox.deliver(self._clock())
 
     def _end_everything(self, error: EngineDead | None) -> None:
-        """Abort all requests, or fail them with an error, including requests in the inbox."""
+        """End all requests, including those in the inbox: with ``error``, or abort them if None."""
         last = error or EngineDead(CLOSED)
         try:
             self._step_executor.withdraw()

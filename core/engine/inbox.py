@@ -1,4 +1,4 @@
-"""RequestInbox: arrivals and aborts on their way to the loop, and deltas on their way back."""
+"""RequestInbox: passes arrivals and aborts to the engine's loop, and deltas back to callers."""
 
 from __future__ import annotations
 
@@ -13,31 +13,34 @@ from ..scheduling.scheduler import Event, Scheduler
 from ..telemetry.metrics import EngineMetrics
 
 MIN_RETRY_SECONDS, MAX_RETRY_SECONDS = 1.0, 60.0
-NUM_TIMES = 64  # number of latest finished requests from which the rate is computed
+NUM_TIMES = 64  # number of recently finished requests from which the rate is computed
 
 
 class RequestInbox:
     """Arrivals and aborts since the last step, and the streams of all requests.
 
-    Callers call `accept`, `abort` and `notify`, the engine's loop calls the other methods; all on
-    one event loop.
+    Callers of the engine use `accept`, `abort` and `notify`; the engine's loop uses the other
+    methods. All calls must be made on one event loop.
     """
 
     def __init__(self, scheduler: Scheduler, metrics: EngineMetrics) -> None:
         self.streams: dict[str, TokenStream] = {}  # streams of requests that have not ended
-        self.wake = asyncio.Event()  # set by an arrival or an abort
-        self.idle = asyncio.Event()  # set while there is no request
+        self.wake = asyncio.Event()  # set when the loop has something to do
+        self.idle = asyncio.Event()  # set while the engine has no request
         self._scheduler, self._metrics = scheduler, metrics
         self._arrived: list[tuple[Request, float]] = []  # requests with their times of arrival
-        self._num_arrived: Counter[Tenant] = Counter()  # arrivals of each tenant
+        self._num_arrived: Counter[Tenant] = Counter()  # number of arrivals by tenant
         self._aborted: list[str] = []
         self._events: list[Event] = []  # events to deliver
 
-        # Times at which the latest requests ended, since the last idle moment.
+        # Times at which the latest requests ended; cleared when the engine is idle.
         self._finished: deque[float] = deque(maxlen=NUM_TIMES)
 
     def pending_arrivals(self, tenant: Tenant) -> PendingArrivals:
-        """Return the requests that were accepted and not passed to the scheduler yet. O(1)."""
+        """Return the numbers of accepted requests that the scheduler does not have yet. O(1).
+
+        They are counted for all tenants together and for ``tenant``.
+        """
         return PendingArrivals(len(self._arrived), self._num_arrived[tenant])
 
     def accept(self, request: Request, now: float) -> TokenStream:
@@ -61,7 +64,7 @@ class RequestInbox:
         self.wake.set()
 
     def retry_after(self) -> float:
-        """Return the seconds until the queue is empty, at the recent rate of finished requests."""
+        """Return the seconds until the queue is empty if requests end as fast as recently."""
         return retry_seconds(self._finished, len(self._scheduler.waiting) + len(self._arrived))
 
     def drain(self, now: float) -> None:
@@ -85,7 +88,7 @@ class RequestInbox:
         return len(self._events)
 
     def queue_events(self, events: Iterable[Event]) -> None:
-        """Queue events; they are delivered while the model computes."""
+        """Queue events for `deliver`."""
         self._events += events
 
     def deliver(self, now: float) -> None:
@@ -96,17 +99,20 @@ class RequestInbox:
             self._metrics.observe_delta(request, delta, now)
             if delta.terminal:
                 del self.streams[request.request_id]
-                # Otherwise an abort that came too late would end the next request with that id.
+                # A late abort must not end a later request with the same id.
                 self._aborted = [id_ for id_ in self._aborted if id_ != request.request_id]
                 self._finished.append(now)
 
     def mark_idle(self) -> None:
-        """Record that there is no request: a rate measured over idle time would be too low."""
+        """Record that no request is left.
+
+        The times of finished requests are dropped, because idle time would lower their rate.
+        """
         self.idle.set()
         self._finished.clear()
 
     def fail_streams(self, error: EngineDead) -> None:
-        """Fail all open streams."""
+        """End all open streams with ``error``."""
         for stream in self.streams.values():
             stream.push(Delta(error=error))
         self.streams.clear()
@@ -116,9 +122,9 @@ class RequestInbox:
 
 
 def retry_seconds(finished: Sequence[float], num_requests: int) -> float:
-    """Return the seconds until ``num_requests`` have finished at the present rate; 1 to 60.
+    """Return the estimated seconds until ``num_requests`` have finished, from 1 to 60.
 
-    ``finished``: times at which requests ended, in order; they give the rate.
+    ``finished``: ascending times in seconds at which recent requests ended, which give the rate.
     """
     if len(finished) < 2 or finished[-1] <= finished[0]:
         return MIN_RETRY_SECONDS
@@ -130,13 +136,13 @@ class TokenStream:
     """Async iterator over the `Delta`s of one request, for one reader.
 
     The engine never waits for a reader: unread deltas are merged into one. The last delta has a
-    finish reason; a failed request raises its error instead.
+    finish reason; if the request failed, the iterator raises its error instead.
     """
 
     def __init__(self, request: Request) -> None:
         self.request = request
         self._slot: Delta | None = None
-        self._ended = False  # the terminal delta was pushed; nothing may follow
+        self._ended = False  # whether the last delta was pushed
 
         # The future of a reader that waits for the next delta.
         self._waiter: asyncio.Future[None] | None = None
@@ -144,18 +150,18 @@ class TokenStream:
 
     @property
     def ended(self) -> bool:
-        """Whether the engine is done with this request, even if not all deltas were read."""
+        """Whether the request has ended, even if not all deltas were read."""
         return self._ended
 
     def when_ended(self, call: Callable[[], None]) -> None:
-        """Call ``call`` once when the engine is done with the request, or now if it already is."""
+        """Call ``call`` once when the request ends, or now if it has ended already."""
         if self._ended:
             call()
         else:
             self._on_end = call
 
     def push(self, delta: Delta) -> None:
-        """Add a delta; called by the engine, on the event loop."""
+        """Add a delta for the reader. Only the engine calls this, on the event loop."""
         if self._ended:
             return
         if self._slot is None:
@@ -181,9 +187,9 @@ class TokenStream:
         delta, self._slot = self._slot, None
         if delta.error is None:
             return delta
-        if delta.token_ids:  # the error comes alone, after the tokens
+        if delta.token_ids:  # return the tokens first, and raise the error at the next call
             self._slot = Delta(error=delta.error)
             delta.error = None
             return delta
-        # Streams may share the error: its traceback would grow with each.
+        # Several streams may raise the same error, so its traceback would grow each time.
         raise delta.error.with_traceback(None)

@@ -1,7 +1,7 @@
-"""ModelThread: the single thread that computes steps, its calls on the event loop, and a watchdog.
+"""ModelThread: the thread that computes steps, and a watchdog that limits their time.
 
 `concurrent.futures` and `asyncio.shield` would add locks, callbacks and iterations of the event
-loop: a tenth of a millisecond per step, as long as a small model computes a token.
+loop: a tenth of a millisecond per step, in which a small model computes a whole token.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from ..interface.plan import StepPlan
 from ..scheduling.chunk_budget import num_step_tokens
 
 T = TypeVar("T")
-EXIT_SECONDS = 10.0  # time for which the interpreter's exit waits for a running call
-MAX_RECORDS = 64  # runs of the model thread that are kept
-BEATS = 8  # beats of the watchdog after which a step is given up
+EXIT_SECONDS = 10.0  # maximum time for which the interpreter's exit waits for a running call
+MAX_RECORDS = 64  # number of calls of the model thread that the watchdog keeps a record of
+BEATS = 8  # number of timer ticks after which the watchdog gives up a step
 STEP_SECONDS, READY_SECONDS = 120.0, 10.0
 
 
 class Job(Generic[T]):
-    """A running call; it belongs to the event loop on which it was started."""
+    """A call in another thread; its caller waits for it on the event loop that started it."""
 
     def __init__(self, work: Callable[[], T]) -> None:
         self.work = work
@@ -41,14 +41,17 @@ class Job(Generic[T]):
         self._failure: BaseException | None = None
 
     async def result(self) -> T:
-        """Wait for the call's end, even if the caller is cancelled; return or raise its outcome."""
+        """Wait until the call ends, and return its result or raise its error.
+
+        If the caller is cancelled, it still waits for the end of the call first.
+        """
         cancelled: asyncio.CancelledError | None = None
         while not self.is_over:
             try:
                 await self._ended
             except asyncio.CancelledError as error:
                 cancelled = error
-                self._ended = self.loop.create_future()  # the wait was cancelled, not the job
+                self._ended = self.loop.create_future()  # the cancellation ended the future only
         if cancelled is not None:
             raise cancelled
         if self._failure is not None:
@@ -56,7 +59,7 @@ class Job(Generic[T]):
         return self._result  # type: ignore[return-value] # a T if nothing was raised
 
     def end(self, result: T | None, failure: BaseException | None) -> None:
-        """Record the call's end, on the event loop; only the first end of a call counts."""
+        """Record the outcome of the call, on its event loop; later outcomes are ignored."""
         if self.is_over:
             return
         self._result, self._failure, self.is_over = result, failure, True
@@ -65,29 +68,29 @@ class Job(Generic[T]):
 
 
 class StepThread(Protocol):
-    """Thread in which an engine computes; tests replace it."""
+    """Protocol of the thread in which an engine computes; tests replace the thread."""
 
     def start(self, work: Callable[[], T]) -> Job[T]:
-        """Begin a call; its outcome is passed to ``Job.end`` on the event loop."""
+        """Begin a call in the thread; its outcome is passed to ``Job.end`` on the event loop."""
 
     def close(self) -> None:
-        """Stop the thread once its calls have ended; no further call may be started."""
+        """Let the thread end after the calls that were started; later calls are refused."""
 
 
 class ModelThread:
-    """Thread that runs one call after the other until it is closed by its owner.
+    """Thread that runs one call after another until its owner closes it.
 
-    ``on_start`` runs in it first; if that raises, every call raises the same error.
+    ``on_start`` runs in the thread first; if it raises an error, every call raises that error.
     """
 
     def __init__(self, name: str, on_start: Callable[[], None]) -> None:
         self._jobs: SimpleQueue[Job[Any] | None] = SimpleQueue()
-        self._lock = threading.Lock()  # no job may follow the end marker
+        self._lock = threading.Lock()  # keeps jobs from being queued after the end marker None
         self._is_closed = False
-        self._current: Job[Any] | None = None  # the call that the thread is in
-        self._latest: weakref.ref[Job[Any]] | None = None  # the job that was started last
+        self._current: Job[Any] | None = None  # the job that the thread is running
+        self._latest: weakref.ref[Job[Any]] | None = None  # the job that was queued last
 
-        # A daemon: an engine that was not closed must not keep the interpreter from exiting.
+        # A daemon thread, so that an engine that was not closed does not block the exit.
         self._thread = threading.Thread(
             target=self._serve, args=(on_start,), name=name, daemon=True
         )
@@ -95,7 +98,7 @@ class ModelThread:
         self._thread.start()
 
     def start(self, work: Callable[[], T]) -> Job[T]:
-        """Begin a call on behalf of the running event loop. Raises `EngineDead` once closed."""
+        """Begin a call for the running event loop. Raises `EngineDead` if the thread is closed."""
         job = Job(work)
         with self._lock:
             if self._is_closed:
@@ -105,46 +108,49 @@ class ModelThread:
         return job
 
     def close(self) -> None:
-        """End the thread after the calls that it was given."""
+        """Let the thread end after the calls that were started; later calls are refused."""
         with self._lock:
             self._is_closed = True
             self._jobs.put(None)
 
     def join(self) -> None:
-        """Wait until the running call ends, unless it was abandoned."""
-        if not self._is_given_up:
+        """Wait until the thread ends, for at most `EXIT_SECONDS`.
+
+        The call returns at once if the thread is in a call that its caller gave up.
+        """
+        if not self._is_abandoned:
             self._thread.join(EXIT_SECONDS)
 
     @property
-    def _is_given_up(self) -> bool:
-        """Whether the thread is in a call that was abandoned.
+    def _is_abandoned(self) -> bool:
+        """Whether the thread is in a call that its caller gave up.
 
-        No caller waits for the launch of a step. It counts as abandoned if the call that was
-        started last is.
+        No caller waits for the launch of a step, which is a call of its own. It counts as given up
+        if the caller gave up the latest call.
         """
         job, latest = self._current, None if self._latest is None else self._latest()
         return job is not None and (job.is_over or (latest is not None and latest.is_over))
 
     def _serve(self, on_start: Callable[[], None]) -> None:
-        """Run the calls in the thread. It keeps no reference to the last one while it waits."""
+        """Run the queued calls in the thread, without keeping a reference to a call that ended."""
         _, failure = _outcome(on_start)
         del on_start
         while (job := self._jobs.get()) is not None:
             self._current = job
             outcome = _outcome(job.work) if failure is None else (None, failure)
             self._current = None
-            with contextlib.suppress(RuntimeError):  # the job's loop is closed: no caller waits
+            with contextlib.suppress(RuntimeError):  # if the job's loop is closed, no caller waits
                 job.loop.call_soon_threadsafe(job.end, *outcome)
             del job, outcome
 
 
-# a running thread keeps its own object alive
+# The set is weak, because a running thread keeps its own `ModelThread` alive.
 _RUNNING: weakref.WeakSet[ModelThread] = weakref.WeakSet()
 
 
 @atexit.register
 def _end_all() -> None:
-    """End all threads: kernels must not run while the memory that they read is torn down."""
+    """End all model threads, because the interpreter's exit frees memory that kernels read."""
     running = list(_RUNNING)
     for thread in running:
         thread.close()
@@ -155,17 +161,18 @@ def _end_all() -> None:
 def _outcome(work: Callable[[], T]) -> tuple[T | None, BaseException | None]:
     try:
         return work(), None
-    except BaseException as failure:  # `Job.result` raises it in the waiting caller
+    except BaseException as failure:  # `Job.result` raises it in the caller
         return None, failure
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Supervision:
-    """Time limits of a step, and the crash dumps of an engine that dies.
+    """Time limits of a step, and settings of the crash dumps.
 
     ``step_timeout``: seconds after which the engine gives up a step and ends; 0: no limit.
-    ``ready_step_seconds``: the engine is not ready while a step takes longer. ``dump_dir``: folder
-    of crash dumps; None: no dumps. ``about`` is added to each dump.
+    ``ready_step_seconds``: seconds of a running step after which the engine is not ready until the
+    step ends. ``dump_dir``: folder of crash dumps; None: no dumps. ``about``: values that are added
+    to each dump.
     """
 
     step_timeout: float = STEP_SECONDS
@@ -175,37 +182,37 @@ class Supervision:
 
 
 class StepHung(Exception):  # noqa: N818 - nothing was raised: that is the trouble
-    """Raised if the model thread did not return from a step in time."""
+    """Error of a step that did not return from the model thread in time."""
 
 
 class StepRecord(NamedTuple):
-    """A record of one step that the model thread has run."""
+    """Record of one step that the model thread has run."""
 
-    began: float  # on the engine's clock
+    began: float  # seconds on the engine's clock
     seconds: float
     num_requests: int
     num_tokens: int
-    failure: str | None  # kind of the exception
+    failure: str | None  # type name of the exception; None if the step succeeded
 
 
 class Watchdog:
-    """Gives up a call of the model thread that takes longer than ``seconds``; 0: no limit.
+    """Watchdog that gives up a call of the model thread after ``seconds``; 0: no limit.
 
-    The caller that waits for the call gets `StepHung`; the thread itself cannot be ended. A timer
-    runs while there are calls. The watchdog counts the timer's ticks instead of comparing times: if
-    the clock jumps or the machine is suspended, this counts as one tick and ends no engine. The
-    last calls are recorded.
+    The caller that waits for the call gets `StepHung`; the thread itself cannot be stopped. A timer
+    runs while calls run. The watchdog counts the timer's ticks instead of comparing times: if the
+    clock jumps or the machine is suspended, this counts as a single tick and ends no engine. The
+    watchdog also records the latest calls.
     """
 
     def __init__(self, seconds: float) -> None:
         self.records: deque[StepRecord] = deque(maxlen=MAX_RECORDS)
-        self._began: float | None = None  # start of the running call, on the engine's clock
+        self._began: float | None = None  # time at which the running call began; None: no call
         self._period = seconds / BEATS
         self._seconds = seconds
-        self._job: Job[Any] | None = None  # the job under way
-        self._num_jobs = 0  # number of jobs so far
-        self._seen = 0  # number of jobs at the last beat
-        self._num_beats = 0  # beats since the present job was first seen
+        self._job: Job[Any] | None = None  # the running job
+        self._num_jobs = 0  # number of jobs watched so far
+        self._seen = 0  # value of `_num_jobs` at the last tick
+        self._num_beats = 0  # number of ticks since the first tick during this job
         self._timer: asyncio.TimerHandle | None = None
         self.gave_up = False
 
@@ -217,7 +224,7 @@ class Watchdog:
             self._arm(job.loop)
 
     def end(self, plan: StepPlan, now: float, failure: BaseException | None) -> None:
-        """Record the end of the call, which computed ``plan``."""
+        """Record the end of the watched call, which computed ``plan``."""
         began, self._job, self._began = self._began, None, None
         if began is not None:
             kind = None if failure is None else type(failure).__name__
@@ -225,11 +232,11 @@ class Watchdog:
             self.records.append(StepRecord(began, now - began, *counts, kind))
 
     def seconds_under_way(self, now: float) -> float:
-        """Return the seconds since the present call began; 0 between two calls."""
+        """Return the seconds since the running call began; 0 if no call is running."""
         return 0.0 if self._began is None else now - self._began
 
     def close(self) -> None:
-        """Stop watching."""
+        """Stop the timer and forget the watched call."""
         self._job = None
         if self._timer is not None:
             self._timer.cancel()

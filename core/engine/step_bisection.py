@@ -1,9 +1,9 @@
 """StepBisection: runs a failed step again in parts until the failing requests are known.
 
 Most requests of a plan can be computed again: their KV is written to the same slots, and the
-sampling noise depends only on the position. The parts have no drafts: a draft may be the cause of
-the failure, and no answer depends on drafts. A prompt chunk of a model with recurrent states cannot
-be run again, because its state may already include some of its rows.
+sampling noise depends only on seed and position. The parts have no drafts: a draft may be the cause
+of the failure, and no answer depends on drafts. A prompt chunk of a model with recurrent states
+cannot be run again, because the state may already include some rows of the chunk.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from ..interface.plan import (
 from ..interface.sampling import SamplingMetadata, TokenSamplingParams
 from ..scheduling.chunk_budget import LEAST_CHUNK, num_chunk_tokens
 
-_GPU_FAILED = ("CUDA error", "Error [CUDA]")  # markers in error texts of torch and Triton
+_GPU_FAILED = ("CUDA error", "Error [CUDA]")  # found in error texts of torch and of Triton
 
 
 def may_have_lost_model(failure: BaseException) -> bool:
-    """Whether the failure means that all later steps would fail, too: a rank or a GPU is lost.
+    """Whether all later steps may fail, too, because a rank or the GPU is lost.
 
-    After an illegal memory access a GPU refuses every later call.
+    For example, after an illegal memory access a GPU refuses every later call.
     """
     if isinstance(failure, RankLost):
         return True
@@ -42,8 +42,8 @@ def may_have_lost_model(failure: BaseException) -> bool:
 
 
 def forget_frames(failure: BaseException | None) -> None:
-    """Drop the local variables in a failure's tracebacks: they may hold memory that is needed."""
-    seen: set[int] = set()  # causes may form a cycle
+    """Drop the local variables in the tracebacks of ``failure``, because they may hold memory."""
+    seen: set[int] = set()  # guards against a cycle of causes
     while failure is not None and id(failure) not in seen:
         seen.add(id(failure))
         traceback.clear_frames(failure.__traceback__)
@@ -51,13 +51,13 @@ def forget_frames(failure: BaseException | None) -> None:
 
 
 class StepBisection:
-    """Chooses the part of a failed plan to run next: halves, their halves, down to single requests.
+    """Search for the failing requests of a plan: it runs halves, then quarters, down to requests.
 
-    One failing request among n is found in about 2 log2 n runs. The number of failures is limited,
-    and each part that succeeds allows one more. At the limit, every part that fails does so as a
-    whole. If memory ran out with prompt chunks, only half of their tokens are run; the rest waits
-    for a later step. ``left_out``: requests that are not run again, because their state may have
-    changed.
+    One failing request among n is found in about 2 log2 n runs. The number of failed runs is
+    limited, and each part that succeeds allows one more. At the limit, a part that fails is not
+    split further, and all its requests count as failing. If memory ran out in a step with prompt
+    chunks, only half of their tokens are run; the rest waits for a later step. ``left_out``:
+    requests that are not run again, because their recurrent state may have changed.
     """
 
     def __init__(self, plan: StepPlan, failure: Exception) -> None:
@@ -66,8 +66,8 @@ class StepBisection:
         self._may_lack_memory = is_out_of_memory(failure) and (
             num_chunk_tokens(plan.requests) > LEAST_CHUNK
         )
-        self.failure = failure  # the last failure
-        self.num_passed = 0  # parts that succeeded
+        self.failure = failure  # the latest error
+        self.num_passed = 0  # number of parts that succeeded
         self.failing_requests: list[ScheduledRequest] = []
         self._plan = plan
         smaller = [] if self.left_out else _splits(requests, failure)
@@ -76,22 +76,22 @@ class StepBisection:
         self._failures_left = 1 + 2 * max(0, len(requests) - 1).bit_length()
 
     def next(self) -> StepPlan | None:
-        """Return the part to run now; None at the end. Call `passed` or `failed` after it.
+        """Return the part of the plan to run now, or None if the search has ended.
 
-        Each part has all new pages and released requests of the plan, because the failed run may
-        not have processed them.
+        The caller must report the outcome with `passed` or `failed`. Each part has all new pages
+        and released requests of the plan, because the failed run may not have processed them.
         """
         return replace(self._plan, requests=self._parts.pop()) if self._parts else None
 
     def passed(self) -> None:
-        """Record that the part succeeded, which allows one more failed run in the search."""
+        """Record that the part of `next` succeeded, which allows one more failed run."""
         self.num_passed += 1
         self._failures_left += 1
 
     def failed(self, part: StepPlan, failure: Exception) -> None:
-        """Record that the part raised: queue smaller parts, or record its requests as failing."""
+        """Record that ``part`` raised ``failure``: split it, or count its requests as failing."""
         self.failure = failure
-        self._failures_left -= not is_out_of_memory(failure)  # `_splits` handles lack of memory
+        self._failures_left -= not is_out_of_memory(failure)  # a lack of memory is not counted
         parts = _splits(part.requests, failure)
         if self._failures_left > 0 and parts:
             self._parts += parts
@@ -99,10 +99,10 @@ class StepBisection:
         self.failing_requests += part.requests
 
     def health_check(self, page_size: int) -> StepPlan:
-        """Return a dummy step of one token, which checks that the model still works.
+        """Return a dummy step of one token, which shows whether the model still works.
 
-        The step writes to the last page of a failing request and to its recurrent state. Neither is
-        used by another request.
+        The step writes only to the last page of a failing request and to its recurrent state, which
+        no other request uses.
         """
         last = (self.failing_requests or self.left_out)[-1]
         state = last.extras.state
@@ -121,28 +121,31 @@ class StepBisection:
         return replace(self._plan, requests=[scheduled], is_plain=True)
 
     def failing_plan(self) -> StepPlan:
-        """Return the plan with the failing requests alone."""
+        """Return the plan with only its failing requests."""
         return replace(self._plan, requests=self.failing_requests)
 
     def left_out_plan(self) -> StepPlan:
-        """Return the plan with the left-out requests alone."""
+        """Return the plan with only the requests in ``left_out``."""
         return replace(self._plan, requests=self.left_out)
 
     @property
     def is_explained(self) -> bool:
-        """Whether a failing request or a lack of memory has been found to explain the failure."""
+        """Whether a failing request or a lack of memory explains the failure of the step."""
         return bool(self.failing_requests) or self._may_lack_memory
 
 
 def _splits(
     requests: Sequence[ScheduledRequest], failure: Exception
 ) -> list[list[ScheduledRequest]]:
-    """Return the parts that replace ``requests``, last one first; empty if there are none."""
+    """Return the smaller parts of ``requests`` in reverse order; empty for a single request.
+
+    If memory ran out, the parts are shorter prompt chunks, and the decoding requests.
+    """
     num_tokens = num_chunk_tokens(requests)
     if is_out_of_memory(failure) and num_tokens > LEAST_CHUNK:
         chunks = _cut(requests, max(LEAST_CHUNK, num_tokens // 2))
         decodes = [scheduled for scheduled in requests if scheduled.stop - scheduled.start == 1]
-        if num_chunk_tokens(chunks) < num_tokens:  # an image's rows may have to stay in one chunk
+        if num_chunk_tokens(chunks) < num_tokens:  # rows of an image may have to stay together
             return [chunks, decodes] if decodes else [chunks]
     if len(requests) < 2:
         return []
@@ -151,10 +154,10 @@ def _splits(
 
 
 def _cut(requests: Sequence[ScheduledRequest], num_tokens: int) -> list[ScheduledRequest]:
-    """Cut prompt chunks to ``num_tokens`` in all; a request without tokens waits for a later step.
+    """Return the prompt chunks of ``requests``, cut to ``num_tokens`` tokens in all.
 
-    A request whose KV is to be packed keeps at least one token: otherwise a later plan would pack
-    its KV a second time.
+    Chunks for which no tokens are left are dropped and wait for a later step. A request whose KV is
+    packed in this step keeps at least one token: otherwise a later plan would pack its KV again.
     """
     kept = []
     for scheduled in requests:
@@ -168,12 +171,12 @@ def _cut(requests: Sequence[ScheduledRequest], num_tokens: int) -> list[Schedule
 
 
 def _moved_state(scheduled: ScheduledRequest) -> bool:
-    """Whether a failed step may have changed a request's recurrent state after its first row."""
+    """Whether a failed step may have left a request's recurrent state in the middle of a chunk."""
     return scheduled.extras.state is not None and scheduled.stop - scheduled.start > 1
 
 
 def drafts(scheduled: ScheduledRequest) -> bool:
-    """Whether this request has drafts."""
+    """Whether the request has a draft in this step."""
     return scheduled.draft_plan.num_rows > 0
 
 

@@ -1,4 +1,4 @@
-"""StepExecutor: computes a plan in the model thread and commits it, failures included."""
+"""StepExecutor: computes a plan in the model thread, commits its outcome and handles failures."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from .step_bisection import (
 )
 
 logger = logging.getLogger(__name__)
-MAX_FAILURES = 3  # steps in a row without a successful part
+MAX_FRUITLESS_STEPS = 3  # consecutive steps without a successful part before the model is checked
 OnEvents = Callable[[list[Event]], None]
 
 
 class OverlapWork:
-    """Runs the event loop's own work while the model thread computes.
+    """Runner of the event loop's own work while the model thread computes a step.
 
     Only one thread at a time can hold Python's global lock. When a step begins, the model thread
-    needs it to launch kernels, and work on the event loop would delay the step. So a large amount
-    of work waits for `kernels_started`. A small amount is done at once, because waking the event
-    loop again would cost more. ``work`` is called once for each step, before the step ends. All
-    methods but `kernels_started` are called on the event loop.
+    needs the lock to launch kernels, and work on the event loop would delay the step. So a large
+    amount of work (``is_much``) waits for `kernels_started`. A small amount is done at once,
+    because waking the event loop again would cost more. ``work`` is called once for each step,
+    before the step ends. All methods except `kernels_started` are called on the event loop.
     """
 
     def __init__(self, work: Callable[[], None], is_much: Callable[[], bool]) -> None:
@@ -42,7 +42,7 @@ class OverlapWork:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_due = False
         self._has_entered = False  # whether the kernels of the step have started
-        self._failure: BaseException | None = None
+        self._error: BaseException | None = None  # error of `work`, for `finish` to raise
 
     def begin(self, *, is_notified: bool) -> None:
         """Begin a step. ``is_notified``: `kernels_started` will be called during the step."""
@@ -53,17 +53,17 @@ class OverlapWork:
             self._work()
 
     def kernels_started(self) -> None:
-        """Record that the kernels start. Called in the model thread."""
-        self._has_entered = True  # `begin` may be called later than this
+        """Record that the step's kernels start; the model thread calls this."""
+        self._has_entered = True  # the event loop may call `begin` only after this
         if self._is_due and self._loop is not None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed
+            with contextlib.suppress(RuntimeError):  # the loop may be closed
                 self._loop.call_soon_threadsafe(self._run_late)
 
     def _run_late(self) -> None:
         try:
             self.finish()
-        except BaseException as failure:  # raised by `finish`
-            self._failure = failure
+        except BaseException as error:  # `finish` raises it again at the end of the step
+            self._error = error
 
     def finish(self) -> None:
         """End a step: do the work now if it is still due. Raises any error of the work."""
@@ -71,21 +71,21 @@ class OverlapWork:
         if self._is_due:
             self._is_due = False
             self._work()
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
 
     def cancel(self) -> None:
-        """Drop the work that is due."""
-        self._is_due, self._has_entered, self._failure = False, False, None
+        """Drop work that was not done yet, because the step failed."""
+        self._is_due, self._has_entered, self._error = False, False, None
 
 
 class InFlightStep:
     """A step in the model thread, which may be launched before the preceding step's output is read.
 
-    A plan made that early lacks the last token of each request, which the preceding step,
-    ``after``, chooses on the device. ``splits``: the thread launches the step in one call and waits
-    for it in another, so that the next step can be launched in between.
+    Such an early plan lacks the last token of each request, which the preceding step, ``after``,
+    chooses on the device. ``splits``: the thread launches the step in one call and waits for it in
+    another, so that the next step can be launched in between.
     """
 
     def __init__(
@@ -99,45 +99,51 @@ class InFlightStep:
         splits: bool = False,
     ) -> None:
         self.plan = plan
-        self.began = began  # on the engine's clock
+        self.began = began  # seconds on the engine's clock
         self.is_ahead = after is not None
         self._runner = runner
         self._on_kernels_started = on_kernels_started
         self._after = after
         self._splits = splits
-        self._claims = [None]  # the thread that pops the item decides whether the step is computed
+        self._claims = [None]  # whoever removes the item decides whether the step is computed
         self._job: Job[StepOutput] | None = None
         self._pending: Pending | None = None
-        self._failure: BaseException = StepCancelled()  # error to raise if no step was launched
+        self._launch_error: BaseException = StepCancelled()  # raised if the step is not launched
 
     def start(self, thread: StepThread) -> None:
-        """Have the thread begin the step as soon as it can."""
+        """Queue the step as a call of ``thread``."""
         if self._splits:
             thread.start(self._launch)
         else:
             self._job = thread.start(self._run)
 
     def outcome(self, thread: StepThread) -> Job[StepOutput]:
-        """Return the call that ends with the step. Call this after the next step was started."""
+        """Return the call whose result is the step's output.
+
+        With ``splits`` the call is queued here, so the next step must be started before.
+        """
         if self._job is None:
             self._job = thread.start(self._finish)
         return self._job
 
     def withdraw(self) -> bool:
-        """Cancel the step if the thread has not begun it; return whether it is cancelled."""
+        """Cancel the step if the thread has not begun it; return whether it was cancelled."""
         return self._claim()
 
     # -- in the model thread --------------------------------------------------------------------
 
     def _claim(self) -> bool:
         try:
-            self._claims.pop()  # only one of the two threads succeeds
+            self._claims.pop()  # only one thread can remove the item
         except IndexError:
             return False
         return True
 
     def _take_previous(self) -> Pending | None:
-        """Return the preceding step and drop the reference, so that past steps can be freed."""
+        """Return the preceding launched step, if any, and drop the reference to it.
+
+        Raises `StepCancelled` if this step was withdrawn, or if the preceding one was not launched.
+        """
         after, self._after = self._after, None
         if not self._claim() or (after is not None and after._pending is None):
             raise StepCancelled
@@ -152,29 +158,29 @@ class InFlightStep:
             self._pending = self._runner.launch(
                 self.plan, self._take_previous(), self._on_kernels_started
             )
-        # `_failure` is set already, and this error's frames hold the preceding step
+        # `_launch_error` already has such an error, whose frames do not hold the preceding step.
         except StepCancelled:
             return
-        except BaseException as failure:  # raised by `_finish`
-            self._failure = failure
+        except BaseException as error:  # `_finish` raises it
+            self._launch_error = error
 
     def _finish(self) -> StepOutput:
         if self._pending is None:
-            raise self._failure
+            raise self._launch_error
         try:
             return self._pending.finish()
         except BaseException:
-            self._pending = None  # the following step is not computed
+            self._pending = None  # so that the next step, which depends on this one, is cancelled
             raise
 
 
 class StepExecutor:
-    """Computes an engine's steps; launches the next step early if it can be planned.
+    """Executor of an engine's steps, which launches the next step early if it can be planned.
 
     ``on_events`` gets the events of each commit. ``overlap_work`` runs while the thread computes.
-    ``overlap``: whether a step may be launched before the preceding one is committed, if the runner
-    has `StepRunner.is_async`. A step that raises is run again in parts: only the requests whose
-    parts fail are ended.
+    ``overlap``: whether a step may be launched before the preceding step is committed, if
+    `StepRunner.is_async` is true for the runner. A step that raises an error is run again in parts,
+    and only the requests whose parts fail are ended.
     """
 
     def __init__(
@@ -189,32 +195,32 @@ class StepExecutor:
         clock: Callable[[], float],
         overlap: bool = False,
     ) -> None:
-        self.num_failed_steps = 0  # runs that raised
-        self.num_bisections = 0  # steps that were run again in parts
+        self.num_failed_steps = 0  # number of runs, of steps or of parts, that raised an error
+        self.num_bisections = 0  # number of steps that were run again in parts
         self._scheduler, self._metrics = scheduler, metrics
         self._thread, self._watchdog = thread, watchdog
         self._on_events, self._clock = on_events, clock
         self._overlap_work = overlap_work
         self._overlap = overlap
-        self._next: InFlightStep | None = None  # the step of a plan made ahead
-        self._ended = 0.0  # end of the last run on the clock
-        self._num_fruitless = 0  # steps in a row without a successful part
+        self._next: InFlightStep | None = None  # the step that was planned and started ahead
+        self._ended = 0.0  # time at which the last run ended
+        self._num_fruitless = 0  # number of consecutive steps without a successful part
 
     @property
     def planned_ahead(self) -> StepPlan | None:
-        """Plan of the step that was started ahead, if there is one."""
+        """Plan of the step that was started ahead of its turn, or None."""
         return None if self._next is None else self._next.plan
 
     def withdraw(self) -> None:
-        """Cancel the step started ahead, if it has not begun, because a request arrived."""
+        """Cancel the step that was started ahead, if the model thread has not begun it."""
         if self._next is not None and self._next.withdraw():
             self._drop()
 
     async def step(self, plan: StepPlan, runner: StepRunner) -> StepOutput | None:
-        """Compute and commit a plan; the output is None if it was run in parts.
+        """Compute and commit a plan, and return the output; None if the plan was run in parts.
 
-        Raises `StepHung`. Raises the step's error if it is the third in a row without a successful
-        part and a dummy step fails as well.
+        Raises `StepHung`. Raises the step's error if no part succeeded and a dummy step fails, too;
+        the dummy step is run after the third such step in a row, or if the GPU or a rank is lost.
         """
         in_flight, self._next = self._next, None
         if in_flight is None:
@@ -226,7 +232,7 @@ class StepExecutor:
             plan = replan(self._scheduler, in_flight.plan) if in_flight.is_ahead else plan
             if plan.requests:
                 await self._recover(plan, runner, output)
-            else:  # the runner may not have read the plan's ids and pages
+            else:  # the next plan needs its ids and pages, which the runner may not have read
                 self._scheduler.discard_plan(plan)
             return None
         self._num_fruitless = 0
@@ -255,10 +261,10 @@ class StepExecutor:
             self._next = self._start(plan, runner, after=in_flight)
 
     async def _abandon_next(self) -> None:
-        """Discard the step that was launched after one that failed."""
+        """Discard the step that was launched after the failed step."""
         in_flight = self._next
         if in_flight is not None:
-            output = await self._compute(in_flight, self._clock())  # a running step is not stopped
+            output = await self._compute(in_flight, self._clock())  # a launched step must end first
             if isinstance(output, Exception):
                 forget_frames(output)
             self._drop()
@@ -288,10 +294,10 @@ class StepExecutor:
         job = in_flight.outcome(self._thread)
         self._watchdog.watch(job, began)
         try:
-            try:  # a step made ahead may run already, so it does not notify
+            try:  # the kernels of a step that was started ahead may run already
                 self._overlap_work.begin(is_notified=not in_flight.is_ahead)
             finally:
-                # requests must not change while the thread reads them
+                # Requests must not change while the model thread reads them.
                 output = await self._outcome(job, in_flight.plan)
         except BaseException:
             self._overlap_work.cancel()
@@ -330,7 +336,7 @@ class StepExecutor:
         self._scheduler.credit_unfinished(plan)
         self._num_fruitless = 0 if bisection.num_passed else self._num_fruitless + 1
         lost = may_have_lost_model(bisection.failure) and not bisection.num_passed
-        if lost or self._num_fruitless >= MAX_FAILURES:
+        if lost or self._num_fruitless >= MAX_FRUITLESS_STEPS:
             await self._check_health(bisection, runner)
         is_left_out = bool(bisection.failing_requests or bisection.left_out)
         with_drafts = any(map(drafts, plan.requests))
@@ -339,10 +345,10 @@ class StepExecutor:
         self._fail_requests(bisection, with_drafts=with_drafts)
 
     async def _check_health(self, bisection: StepBisection, runner: StepRunner) -> None:
-        """Raise the failure, unless a dummy step succeeds.
+        """Raise the latest error of the failed step, unless a dummy step succeeds.
 
-        If it does, the model works, and the failing requests caused the failures. A lost GPU fails
-        every step, and no request is blamed for that.
+        If the dummy step succeeds, the model works, and the failing requests caused the failures.
+        If it fails, the model is lost, and no request is blamed.
         """
         plan = bisection.health_check(self._scheduler.cache.page_size)
         in_flight = self._start(plan, runner)

@@ -1,1 +1,1 @@
-"""One step in the model thread, from a plan to its outcome."""
+"""Computation of one step in the model thread, from a plan to its outcome."""

@@ -1,4 +1,4 @@
-"""image_positions: RoPE positions and attention limits of image rows."""
+"""RoPE positions and attention limits of the rows of a prompt with images."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from ..ops.batch import IntArray
 
 
 def image_positions(images: Sequence[PromptImage], start: int, stop: int) -> IntArray | None:
-    """Return RoPE positions in time, height and width of rows from ``start`` on, [3, stop - start].
+    """Return the RoPE positions in time, height and width of rows ``start`` to ``stop``.
 
-    None if each of them is the row's position in the sequence. All rows of an image have the same
-    time; height and width count its lines and columns. The positions of the text after an image
-    begin after the longer of the image's two sides (Qwen2-VL, arXiv 2409.12191, section 2.1).
+    The result is [3, stop - start]; None if all three positions of each row equal its position in
+    the sequence. All rows of an image have the same position in time; height and width count its
+    lines and columns. The positions of the text after an image begin after the longer of the
+    image's two sides (Qwen2-VL, arXiv 2409.12191, section 2.1).
     """
     if not images:
         return None
@@ -40,10 +41,10 @@ def image_positions(images: Sequence[PromptImage], start: int, stop: int) -> Int
 
 
 def image_reaches(images: Sequence[PromptImage], start: int, stop: int) -> IntArray | None:
-    """Return the first position after those that each row attends to, for rows from ``start`` on.
+    """Return the first position after those that each of the rows ``start`` to ``stop`` attends to.
 
     The result is [stop - start], or None if every row is causal. Rows of an image that attend to
-    each other attend up to its end.
+    each other attend to all positions up to the end of their run.
     """
     if not images:
         return None

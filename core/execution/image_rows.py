@@ -1,4 +1,4 @@
-"""image_rows: input vectors of image rows, placed in the rows of a batch."""
+"""Input vectors of the batch rows that belong to images."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from .step_layout import StepLayout
 def image_rows(
     layout: StepLayout, batch: RaggedBatch, vision: Vision, hidden: int
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return `Wanted.inputs` and `Wanted.layer_vectors` of a step; None if no row is an image's.
+    """Return `Wanted.inputs` and `Wanted.layer_vectors` of a step; None if it has no image rows.
 
-    Vectors that no earlier step kept are computed here. Raises ValueError if the tower returns
-    another number of vectors than the prompt has rows for.
+    ``hidden``: hidden size of the model. The images are encoded here, unless an earlier step kept
+    their vectors. Raises ValueError if the image encoder returns another number of vectors than the
+    prompt has rows for the image.
     """
     inputs: Tensor | None = None
     for scheduled, first_row in zip(layout.requests, layout.first_rows, strict=True):
@@ -34,7 +35,7 @@ def image_rows(
                 inputs[row : row + count] = vectors[at : at + count]
     if inputs is None:
         return None, None
-    # The batch ends with copies of its last row, which must write the same values.
+    # The batch is padded with copies of its last row, which must write the same KV.
     inputs[layout.num_rows :] = inputs[layout.num_rows - 1]
     if inputs.shape[1] == hidden:
         return inputs, None
@@ -43,7 +44,7 @@ def image_rows(
 
 
 def _spans(image: PromptImage, scheduled: ScheduledRequest) -> list[tuple[int, int, int]]:
-    """Return (position, first vector, count) of each run of image rows that a chunk computes."""
+    """Return (position, index of the first vector, count) of each run of image rows in a chunk."""
     last_start, last_count = image.runs[-1]
     if last_start + last_count <= scheduled.start:  # Every step after the prompt returns here.
         return []

@@ -43,21 +43,21 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LaunchedStep:
-    """A launched step whose outcome is not read yet.
+    """A launched step whose outcome the host has not read yet.
 
-    The host uses only the clocks and the tokens that are being copied to it. All other buffers
-    belong to the device, which uses them in the order of the launches.
+    Until then the host reads only the clocks and ``tokens``. All other buffers belong to the
+    device, which uses them in the order of the launches.
     """
 
     plan: StepPlan
     layout: StepLayout
     batch: RaggedBatch
     output: ForwardOutput
-    # tokens that the device chooses; None: `_finish` calls the sampler
+    # tokens that the device chooses; None: the host samples them in `_finish`
     tokens: PendingTokens | None
     clocks: tuple[Stopwatch, Stopwatch]  # clocks of drafting and of the forward pass
     seconds: float  # duration of the launch on the host
-    num_images: int = 0  # images whose vectors this step computed
+    num_images: int = 0  # number of images that this step encoded
 
 
 class PendingStep:
@@ -69,12 +69,12 @@ class PendingStep:
         self._output: StepOutput | None = None
 
     def finish(self) -> StepOutput:
-        """Return the step's output once its tokens arrive, without waiting for later launches.
+        """Wait for the step's tokens, but not for later launches, and return the step's output.
 
-        Raises the device's errors. Raises `StepCancelled` if an earlier call failed: the proposer
-        must not observe a step twice.
+        Raises errors that occurred on the device. Raises `StepCancelled` if an earlier call of this
+        method failed: the proposer must not observe a step twice.
         """
-        # Dropping the closure frees the buffers of the step, even if it fails.
+        # Dropping the closure frees the buffers of the step, even if the call fails.
         finish, self._finish = self._finish, None
         if finish is not None:
             self._output = finish()
@@ -85,15 +85,16 @@ class PendingStep:
     def next_inputs(
         self, batch_rows: Mapping[str, int], num_rows: int, vocab_size: int
     ) -> DeviceTokens:
-        """Return the chosen tokens as inputs of the next step; the host does not wait for them.
+        """Return the tokens of this step as inputs of the next step, without waiting for them.
 
-        ``batch_rows`` maps a request id to the row of the next step's batch that takes its token;
-        the batch has ``num_rows`` rows. Raises ValueError if this step may yield more than one
-        token for a request, or if the host chooses its tokens.
+        ``batch_rows`` maps a request id to the row of the next step's batch that takes the
+        request's token; that batch has ``num_rows`` rows. Raises ValueError if this step may yield
+        more than one token for a request, or if the host chooses its tokens.
         """
         if self.tokens is None or not self.plan.is_decode_only:
             raise ValueError(
-                "the previous step may yield several tokens per request, or the host chooses them"
+                "the next step cannot take its inputs from this step on the device: this step may "
+                "yield several tokens per request, or the host chooses its tokens"
             )
         sources = np.full(num_rows, -1, np.int32)
         for index, scheduled in enumerate(self.plan.requests):
@@ -103,9 +104,9 @@ class PendingStep:
 
 
 class ModelRunner:
-    """Runs a step: propose drafts, compute one ragged forward pass, verify.
+    """Runner of steps: it proposes drafts, computes one ragged forward pass, and verifies.
 
-    It keeps no data of requests: a `ScheduledRequest` has all that a step needs.
+    It keeps no data of requests: a `ScheduledRequest` has all data that a step needs.
     """
 
     def __init__(
@@ -117,12 +118,12 @@ class ModelRunner:
         vision: Vision | None = None,
         keep_policy: KeepPolicy | None = None,
     ) -> None:
-        rows_library()  # compiled now where it is not packaged, not in the first step
+        rows_library()  # compiles the library now if necessary, not during the first step
         self.decoder = decoder
         self.vision = vision  # None: prompts cannot have images
         self.pool = pool
-        self.proposer = proposer  # None without a proposer, and after it was disabled
-        self._lost_proposer = False  # the proposer failed too often and was disabled
+        self.proposer = proposer  # None: there was no proposer, or it was disabled
+        self._lost_proposer = False  # whether the proposer was disabled because it kept failing
         self._taps = () if proposer is None else proposer.taps
         self._breakers = {name: CircuitBreaker() for name in ("propose", "observe")}
         self._keep_policy = keep_policy
@@ -135,11 +136,11 @@ class ModelRunner:
 
     @property
     def _chooses_on_device(self) -> bool:
-        """Whether the device chooses the tokens before the host waits for the pass."""
+        """Whether the device chooses the tokens while the host does not wait for the pass."""
         return self._on_device and self.is_async
 
     def step(self, plan: StepPlan) -> StepOutput:
-        """Launch one step and wait for it."""
+        """Launch one step, wait for it and return its output."""
         return self.launch(plan).finish()
 
     @torch.inference_mode()
@@ -149,10 +150,10 @@ class ModelRunner:
         after: Pending | None = None,
         on_kernels_started: OnKernelsStarted = ignore_kernels,
     ) -> Pending:
-        """Launch drafting and a forward pass, as `StepRunner.launch` requires."""
+        """Launch drafting and the forward pass of a step; see `StepRunner.launch`."""
         began = time.perf_counter()
         drafting, computing = clocks = self._clocks()
-        # A proposer may read the states, so they are placed before it drafts.
+        # A proposer may read the recurrent states, so they are initialised before it drafts.
         self._place_states(plan)
         self._pack(plan)
         drafting.start()
@@ -174,7 +175,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _finish(self, work: LaunchedStep) -> StepOutput:
-        """Verify, and let the proposer observe the outcome."""
+        """Verify the drafts of a launched step, tell the proposer the outcome, and return it."""
         began, layout = time.perf_counter(), work.layout
         verified = self._verify(work)
         if copies := layout.kv_copies([outcome.path for outcome in verified]):
@@ -222,18 +223,21 @@ class ModelRunner:
         ]
 
     def _draft(self, scheduled: ScheduledRequest, proposed: Draft) -> Draft:
-        """Return the proposer's draft, or the looked-up tokens if the proposer has none."""
+        """Return ``proposed`` if it has tokens, otherwise the looked-up draft of the plan."""
         if proposed.token_ids:
             return proposed
         known = scheduled.draft_plan.draft
         draft = self._truncate_invalid(known, scheduled, len(known.token_ids))
         if not scheduled.draft_plan.max_draft:
             return draft
-        # The proposer predicted no token of this draft.
+        # The proposer was asked and predicted no token of this draft.
         return replace(draft, survival=(0.0,) * len(draft.token_ids), note=proposed.note)
 
     def _propose(self, plan: StepPlan, on_kernels_started: OnKernelsStarted) -> dict[int, Draft]:
-        """Return the proposer's drafts by index of the request; empty if it fails."""
+        """Return the proposer's drafts, by the index of their request in the plan.
+
+        Returns an empty dict if the proposer fails.
+        """
         if self.proposer is None:
             return {}
         try:
@@ -249,7 +253,7 @@ class ModelRunner:
             ]
             if not wanted:
                 return {}
-            # Tokens are delivered without waiting for all passes of the draft model.
+            # The engine may deliver the previous tokens while the draft model computes its passes.
             on_kernels_started()
             proposed = self.proposer.propose([plan.requests[index] for index in wanted])
             drafts = {
@@ -259,11 +263,11 @@ class ModelRunner:
                 for index, draft in zip(wanted, proposed, strict=True)
             }
         except Exception as failure:
-            # Memory use depends on the requests, so later drafts may fit.
+            # Memory use depends on the requests, so drafts of later steps may fit into memory.
             if is_out_of_memory(failure):
                 logger.warning("out of memory while drafting; the step continues without drafts")
             else:
-                self._failed("propose")
+                self._record_exception("propose")
             return {}
         self._breakers["propose"].record_success()
         return drafts
@@ -271,7 +275,7 @@ class ModelRunner:
     def _observe(
         self, work: LaunchedStep, verified: Sequence[Verified], outputs: Sequence[RequestOutput]
     ) -> None:
-        """Report the step to the proposer. If the proposer raises, the step still succeeds."""
+        """Report the outcome of a step to the proposer; the step succeeds even if that fails."""
         if self.proposer is None:
             return
         try:
@@ -286,12 +290,12 @@ class ModelRunner:
             ]
             self.proposer.observe(work.batch, work.output, requests)
         except Exception:
-            self._failed("observe")
+            self._record_exception("observe")
         else:
             self._breakers["observe"].record_success()
 
-    def _failed(self, what: str) -> None:
-        """Log and count the exception that is being handled."""
+    def _record_exception(self, what: str) -> None:
+        """Log the exception that is being handled, and count a failure of the method ``what``."""
         logger.exception("the proposer failed to %s; the step continues without drafts", what)
         self._breakers[what].record_failure()
         if self._breakers[what].is_open:
@@ -299,10 +303,11 @@ class ModelRunner:
             self.proposer, self._lost_proposer = None, True
 
     def _truncate_invalid(self, draft: Draft, scheduled: ScheduledRequest, max_draft: int) -> Draft:
-        """Return the valid part of a draft: the nodes before the first id outside the vocabulary.
+        """Return the nodes of a draft before the first token id outside the vocabulary.
 
         The draft becomes a chain if the model has recurrent states, or if its parents form no tree.
-        It has at most ``max_draft`` nodes, and no more side branches than fit into the spare pages.
+        It gets at most ``max_draft`` nodes, and only as many nodes off the trunk as the spare pages
+        have slots.
         """
         if not draft.token_ids:
             return draft
@@ -313,7 +318,7 @@ class ModelRunner:
         if token_ids and (min(token_ids) < 0 or max(token_ids) >= vocab_size):
             valid = takewhile(lambda token_id: 0 <= token_id < vocab_size, token_ids)
             token_ids = array("q", valid)
-        draft = draft.first(len(token_ids))
+        draft = draft.first_nodes(len(token_ids))
         if not isinstance(draft.token_ids, array):
             draft = replace(draft, token_ids=token_ids)
         return cut_to_spare_pages(draft, scheduled, self.pool.page_size)
@@ -321,10 +326,10 @@ class ModelRunner:
     # -- states ---------------------------------------------------------------------------------
 
     def _place_states(self, plan: StepPlan) -> None:
-        """Initialise the state slots of requests that begin or resume from a saved state.
+        """Initialise the state slots of requests that begin or that resume from a kept state.
 
-        The slots of one step are distinct, so their order does not matter. A step that is run again
-        initialises them again.
+        The slots of one step are distinct, so the order of initialisation does not matter. A step
+        that is run again initialises them again.
         """
         states = self.pool.states
         if states is None:
@@ -361,7 +366,7 @@ class ModelRunner:
         draws: SamplingPlan | None,
         on_kernels_started: OnKernelsStarted,
     ) -> ForwardOutput:
-        # The taps of a disabled proposer stay: a GPU's graphs were captured with them.
+        # The taps of a disabled proposer are still computed: CUDA graphs were captured with them.
         inputs, layer_vectors = None, None
         if self.vision is not None:
             hidden = self.decoder.config.hidden_size
@@ -375,13 +380,13 @@ class ModelRunner:
         return output
 
     def _next_inputs(self, layout: StepLayout, after: Pending | None) -> DeviceTokens:
-        """Return input tokens that the device takes from the step ``after``, not from the host.
+        """Return input tokens that the device takes from ``after``, the step launched before.
 
-        Raises ValueError if ``after`` is not a step of this runner, or if a request needs its token
-        history.
+        Raises ValueError if ``after`` is not a step of this runner, or if the sampling of a request
+        needs its token history, which the host does not know yet.
         """
         if not isinstance(after, PendingStep):
-            raise ValueError("the step that chooses these requests' tokens is not running")
+            raise ValueError("the step that chooses the input tokens was not launched here")
         if any(each.is_ahead and each.sampling.needs_history for each in layout.requests):
             raise ValueError(
                 "a request that needs its token history cannot run before its last token is read"
@@ -392,7 +397,10 @@ class ModelRunner:
     def _begin(
         self, output: ForwardOutput, layout: StepLayout, draws: SamplingPlan | None
     ) -> PendingTokens | None:
-        """Return the tokens that the device is choosing; None if it chooses none."""
+        """Let the device choose the tokens of the pass, and return them as pending tokens.
+
+        Returns None if the host samples them, or if no request samples.
+        """
         if output.tokens is not None or not (layout.drafted and self._chooses_on_device):
             return output.tokens
         sampler = self.decoder.sampler
@@ -404,7 +412,7 @@ class ModelRunner:
         return sampler.begin(layout.sampled_logits(output.logits), layout.sample_rows())
 
     def _verify(self, work: LaunchedStep) -> list[Verified]:
-        """Return each request's outcome, `NOTHING_VERIFIED` for a request that does not sample."""
+        """Return the outcome of each request; `NOTHING_VERIFIED` for a request without sampling."""
         logits = work.layout.sampled_logits(work.output.logits)
         found = iter(self._verified(logits, work.layout, work.tokens))
         return [next(found) if samples else NOTHING_VERIFIED for samples in work.layout.samples]
@@ -412,7 +420,10 @@ class ModelRunner:
     def _verified(
         self, logits: torch.Tensor, layout: StepLayout, tokens: PendingTokens | None
     ) -> Sequence[Verified]:
-        """Return each sampling request's outcome, from the device's ``tokens`` or ``logits``."""
+        """Return the outcome of each request that samples, by the device's ``tokens`` if not None.
+
+        Without ``tokens`` the sampler chooses from ``logits`` [num_sampled, vocab].
+        """
         requests = layout.drafted
         if tokens is None:
             return self.decoder.sampler.verify(logits, requests)
@@ -427,7 +438,7 @@ def _output(
     prompt: Sequence[TokenLogprob],
     pooled: array[float] | None,
 ) -> RequestOutput:
-    """Build a request's output: prompt results alone if it does not sample."""
+    """Build a request's output; without sampling it has only the results of the prompt."""
     if not samples:
         return RequestOutput(request_id=scheduled.request_id, prompt_logprobs=prompt, pooled=pooled)
     return RequestOutput(
@@ -442,20 +453,21 @@ def _output(
 
 
 def _times(clocks: tuple[Stopwatch, Stopwatch], whole: float) -> dict[str, float]:
-    """Return the seconds of drafting, forward pass and verification in a step of ``whole`` seconds.
+    """Return the seconds of drafting, forward pass and verification of a step.
 
-    The time that is not drafting or forward pass counts as verification. On a GPU the first two are
-    measured by the GPU, and the host prepares the verification during the pass.
+    ``whole``: seconds of the whole step. All time except drafting and forward pass counts as
+    verification. On a GPU, the GPU itself measures drafting and forward pass, because the host
+    prepares the verification during the pass.
     """
     draft, forward = (clock.seconds() for clock in clocks)
     return {"draft": draft, "forward": forward, "verify": max(0.0, whole - draft - forward)}
 
 
 def _chunks_not_finite(work: LaunchedStep) -> list[int]:
-    """Return the indices of prefill chunks with a hidden state that is not finite.
+    """Return the indices of the requests whose prefill chunk has a hidden state that is not finite.
 
-    The verifier checks only rows that decide a token. The KV of a chunk's other rows is about to be
-    published, so they must be checked here.
+    The verifier checks only the rows that decide a token. The KV of the other rows of a chunk will
+    be published, so those rows are checked here.
     """
     requests = work.layout.requests
     chunks = [
@@ -465,7 +477,7 @@ def _chunks_not_finite(work: LaunchedStep) -> list[int]:
     ]
     if not chunks:
         return []
-    # One copy to the host serves all chunks.
+    # A single copy to the host, for all chunks, avoids further waits.
     finite = torch.isfinite(work.output.hidden).all(dim=-1).cpu().numpy()
     firsts = work.layout.first_rows
     spans = [(firsts[i], firsts[i] + requests[i].stop - requests[i].start) for i in chunks]

@@ -3,9 +3,9 @@
 A draft tree is verified without an ancestor mask. It is split into runs, in which every node is the
 child of the node before it; each run is a segment. The trunk, which is the first run, follows the
 pending tokens and takes the slots of its positions in the page table. The other runs take slots of
-spare pages, and the tails of their segments list the slots of their ancestors and of their own
-nodes. So every row sums over the keys of its own path, each at its absolute position, and yields
-the same bits as plain decoding.
+spare pages. The ``tail`` of such a segment lists the slots of its ancestors off the trunk and of
+its own nodes. So every row attends to the keys of its own path, each at its absolute position, and
+yields the same bits as plain decoding.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from .image_positions import image_positions, image_reaches
 
 
 def cut_to_spare_pages(draft: Draft, scheduled: ScheduledRequest, page_size: int) -> Draft:
-    """Return the draft without the last nodes that have no slot in the spare pages."""
+    """Return the draft without the last nodes, for which the spare pages have no slots."""
     if not draft.parents:
         return draft
     num_spare = len(scheduled.spare_page_ids) * page_size
-    return draft.first(draft.trunk_len + num_spare) if num_spare else draft.trunk()
+    return draft.first_nodes(draft.trunk_len + num_spare) if num_spare else draft.trunk()
 
 
 def spare_slots(scheduled: ScheduledRequest, page_size: int) -> list[int]:
-    """Return the slots of the spare pages, which hold nodes beside the trunk."""
+    """Return the slots of the spare pages, which hold the nodes off the trunk, in order."""
     return [
         page_id * page_size + offset
         for page_id in scheduled.spare_page_ids
@@ -48,7 +48,7 @@ def spare_slots(scheduled: ScheduledRequest, page_size: int) -> list[int]:
 
 
 def table_slots(scheduled: ScheduledRequest, first: int, count: int, page_size: int) -> list[int]:
-    """Return the slots of ``count`` positions from ``first`` on in the page table."""
+    """Return the slots of the positions ``first`` to ``first + count`` of a request."""
     first -= scheduled.extras.num_packed_away
     return [
         scheduled.page_ids[place // page_size] * page_size + place % page_size
@@ -64,7 +64,10 @@ def request_segments(
     *,
     samples: bool,
 ) -> list[Segment]:
-    """Return a segment of the pending ``tokens`` and the trunk, then one for each other run."""
+    """Return the segments of a request: its pending ``tokens`` with the trunk, then each other run.
+
+    ``tokens`` is extended by the tokens of the trunk.
+    """
     runs = draft.runs
     shift = scheduled.extras.num_packed_away
     trunk_len = runs[0][1] if runs else 0
@@ -111,7 +114,7 @@ def add_rows(
     draft: Draft,
     num_logits: int,
 ) -> None:
-    """Add the rows that `request_segments` lays out for a request without extras."""
+    """Add the rows of a request without extras to ``rows``, laid out as by `request_segments`."""
     page_ids, runs = scheduled.page_ids, draft.runs if draft.parents else ()
     if len(runs) > 1:
         spare = scheduled.spare_page_ids
@@ -122,10 +125,10 @@ def add_rows(
 
 
 def row_extras(scheduled: ScheduledRequest, start: int, num_rows: int) -> RowExtras | None:
-    """Return the extras of ``num_rows`` rows from position ``start`` on; None if they have none.
+    """Return the extras of ``num_rows`` rows from position ``start`` on; None for a plain request.
 
-    Rows from ``scheduled.stop`` on are drafts. Drafts of a request with a recurrent state are
-    chains, so the state belongs to one segment.
+    Rows from ``scheduled.stop`` on are drafts. The draft of a request with a recurrent state is a
+    chain, so the state belongs to a single segment.
     """
     extras = scheduled.extras
     if extras is PLAIN:
@@ -136,7 +139,7 @@ def row_extras(scheduled: ScheduledRequest, start: int, num_rows: int) -> RowExt
     return RowExtras(
         state=state,
         adapter=extras.adapter,
-        turns=image_positions(images, start, stop),
+        rope_positions=image_positions(images, start, stop),
         shift=extras.num_packed_away,
         reaches=image_reaches(images, start, stop),
     )
@@ -145,9 +148,9 @@ def row_extras(scheduled: ScheduledRequest, start: int, num_rows: int) -> RowExt
 def request_copies(
     scheduled: ScheduledRequest, draft: Draft, path: Sequence[int], page_size: int
 ) -> list[tuple[int, int]]:
-    """Return pairs (from, to) of slots, to move the KV of accepted nodes to their positions' slots.
+    """Return pairs (from, to) of slots that move the KV of accepted nodes to their positions.
 
-    ``path``: the accepted nodes, first level first.
+    ``path``: the accepted nodes, the first level first. Nodes of the trunk need no copy.
     """
     if not draft.parents or not path or path[-1] == len(path) - 1:
         return []
@@ -158,9 +161,10 @@ def request_copies(
 
 
 def num_logits(scheduled: ScheduledRequest, num_drafted: int, *, samples: bool) -> int:
-    """Return the number of last rows whose logits are needed, ``num_drafted`` draft rows included.
+    """Return how many of the request's last rows need logits, draft rows included.
 
-    ``samples``: whether the request samples a token in this step.
+    ``num_drafted``: number of draft rows. ``samples``: whether the request samples a token in this
+    step.
     """
     pooling = scheduled.sampling.pooling
     if pooling is not None:
@@ -176,17 +180,17 @@ def num_logits(scheduled: ScheduledRequest, num_drafted: int, *, samples: bool) 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepLayout:
-    """The requests of a step and their drafts as rows of a batch and of its logits.
+    """Layout of a step: which rows of the batch and of the logits belong to which request.
 
     Rows and logits are in the order of the requests. ``unknown_rows`` maps the id of a request to
-    its row whose token the previous step is still choosing. ``sampled_rows`` are the rows of the
-    logits that decide a token.
+    its batch row whose token the previous step is still choosing. ``sampled_rows`` lists the rows
+    of the logits that decide a token.
     """
 
     requests: Sequence[ScheduledRequest]
     drafts: Sequence[Draft]
     page_size: int
-    # The rows of all requests as records, or as segments if a request has extras.
+    # The rows of all requests; None if they are in `segments`, because a request has extras.
     rows: RowTable | None = None
     segments: list[Segment] = field(default_factory=list)
     first_rows: list[int] = field(default_factory=list)  # first batch row of each request
@@ -194,7 +198,7 @@ class StepLayout:
     samples: list[bool] = field(default_factory=list)  # `ScheduledRequest.samples` of each request
     unknown_rows: dict[str, int] = field(default_factory=dict)
     sampled_rows: list[int] = field(default_factory=list)
-    drafted: list[DraftedRow] = field(default_factory=list)  # rows of the requests that sample
+    drafted: list[DraftedRow] = field(default_factory=list)  # one for each request that samples
 
     @property
     def num_rows(self) -> int:
@@ -211,15 +215,19 @@ class StepLayout:
         has_records = all_plain(requests) and rows_library() is not None
         rows = RowTable(page_size) if has_records else None
         layout, row, logit = cls(requests, drafts, page_size, rows), 0, 0
+        first_rows, first_logits = layout.first_rows, layout.first_logits
+        all_samples, sampled_rows, drafted = layout.samples, layout.sampled_rows, layout.drafted
         for scheduled, draft in zip(requests, drafts, strict=True):
-            layout.first_rows.append(row)
-            layout.first_logits.append(logit)
-            tokens = scheduled.tokens[scheduled.start : scheduled.stop - scheduled.is_ahead]
-            if scheduled.is_ahead:
+            first_rows.append(row)
+            first_logits.append(logit)
+            own, is_ahead = scheduled.tokens, scheduled.is_ahead
+            tokens = own[scheduled.start : scheduled.stop - is_ahead]
+            if is_ahead:
                 layout.unknown_rows[scheduled.request_id] = row
                 tokens.append(0)
-            num_drafted, samples = len(draft.token_ids), scheduled.samples
-            layout.samples.append(samples)
+            token_ids, samples = draft.token_ids, scheduled.samples
+            num_drafted = len(token_ids)
+            all_samples.append(samples)
             row += len(tokens) + num_drafted
             count = num_logits(scheduled, num_drafted, samples=samples)
             logit += count
@@ -230,16 +238,9 @@ class StepLayout:
                     request_segments(scheduled, tokens, draft, page_size, samples=samples)
                 )
             if samples:
-                layout.sampled_rows.extend(range(logit - num_drafted - 1, logit))
-                layout.drafted.append(
-                    DraftedRow(
-                        scheduled.tokens,
-                        scheduled.sampling,
-                        draft.token_ids,
-                        draft.parents,
-                        int(scheduled.is_ahead),
-                    )
-                )
+                sampled_rows.extend(range(logit - num_drafted - 1, logit))
+                sampling, parents = scheduled.sampling, draft.parents
+                drafted.append(DraftedRow(own, sampling, token_ids, parents, int(is_ahead)))
         return layout
 
     # -- before the outcome is known
@@ -251,8 +252,9 @@ class StepLayout:
     def sampling_plan(self, num_logits: int) -> SamplingPlan | None:
         """Return the rows that the pass itself can sample; None if some logits decide no token.
 
-        The plan depends only on the layout. The logits of a request's first segment follow its last
-        token and its trunk; each other segment's logits follow a run of draft nodes.
+        ``num_logits``: number of rows of the logits. The plan does not depend on the drafted
+        tokens. Its first run for a request begins after the request's last token and covers the
+        trunk; each other run covers a run of draft nodes.
         """
         if len(self.sampled_rows) != num_logits:
             return None
@@ -261,15 +263,20 @@ class StepLayout:
             draft for draft, samples in zip(self.drafts, self.samples, strict=True) if samples
         ]
         for drafted, draft in zip(self.drafted, drafts, strict=True):
-            rows.append(drafted.at(-1))
-            counts.append(1 + draft.trunk_len)
+            if not draft.parents:
+                rows.append(drafted)
+                counts.append(1 + len(draft.token_ids))
+                continue
+            trunk_len = draft.trunk_len
+            rows.append(drafted.at(trunk_len - 1))
+            counts.append(1 + trunk_len)
             for first, stop in draft.runs[1:]:
-                rows.append(drafted.at(first))
+                rows.append(drafted.at(stop - 1))
                 counts.append(stop - first)
         return SamplingPlan(rows, counts)
 
     def sample_rows(self) -> list[DraftedRow]:
-        """Return a row to sample for each row of the sampled logits."""
+        """Return the `DraftedRow` to sample for each row of `sampled_logits`."""
         return [
             drafted.at(node) for drafted in self.drafted for node in range(-1, len(drafted.draft))
         ]
@@ -277,7 +284,10 @@ class StepLayout:
     # -- once the accepted path of each request is known
 
     def kv_copies(self, paths: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
-        """Return pairs (from, to) of slots, to move the KV of accepted nodes to their positions."""
+        """Return pairs (from, to) of slots that move the KV of accepted nodes to their positions.
+
+        ``paths``: the accepted nodes of each request.
+        """
         return [
             pair
             for scheduled, draft, path in zip(self.requests, self.drafts, paths, strict=True)
@@ -286,7 +296,10 @@ class StepLayout:
         ]
 
     def kept_rows(self, paths: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Return the batch rows that hold each request's committed positions, in order."""
+        """Return the batch rows of each request's pending and accepted tokens, in order.
+
+        ``paths``: the accepted nodes of each request.
+        """
         kept = []
         for scheduled, first, path in zip(self.requests, self.first_rows, paths, strict=True):
             first_draft = first + scheduled.stop - scheduled.start
@@ -308,9 +321,9 @@ class StepLayout:
         ]
 
     def prompt_logprobs(self, logits: Tensor) -> list[Sequence[TokenLogprob]]:
-        """Return log-probabilities of the prompt tokens that follow the rows of each chunk.
+        """Return, for each request, log-probabilities of the prompt tokens after its chunk's rows.
 
-        Empty for a request that did not ask for them.
+        The sequence of a request that did not ask for them is empty.
         """
         return [
             () if each.sampling.params.prompt_logprobs is None else _logprobs(each, first, logits)
@@ -327,9 +340,9 @@ def _logprobs(scheduled: ScheduledRequest, first: int, logits: Tensor) -> Sequen
 
 
 def _pooled(scheduled: ScheduledRequest, hidden: Tensor, logits: Tensor) -> array[float]:
-    """Return the last row's pooled numbers: ``hidden`` [hidden], or scores from ``logits``.
+    """Return the pooled numbers of a request: its last row of ``hidden``, or scores of tokens.
 
-    ``logits`` [1, vocab], or [0, vocab] if the request pools no token scores.
+    ``hidden`` is [hidden]. ``logits`` is [1, vocab], or [0, vocab] if the request wants no scores.
     """
     pooling = scheduled.sampling.pooling
     if pooling is None or not pooling.token_ids:

@@ -13,9 +13,9 @@ from ..ops.kv_pool import KVPool
 from ..ops.row_extras import fresh_state
 from ..sampling.drafted_row import DraftedRow
 
-FEW_ROWS = 64  # Above this number of rows the output layer uses another kernel.
+FEW_ROWS = 64  # For more rows of logits, the output layer uses another kernel.
 
-# Parameters that use different kernels of a sampler.
+# Sampling parameters that use different kernels.
 _KINDS = (
     TokenSamplingParams(temperature=0.0),
     TokenSamplingParams(temperature=1.0),
@@ -35,13 +35,13 @@ def warm_up(
     wanted: Wanted = NOTHING_MORE,
     num_best: int = 0,
 ) -> None:
-    """Capture the graphs, then compute steps of the largest size.
+    """Capture the CUDA graphs, if any, then compute steps of the largest size.
 
-    ``max_len``: tokens of the longest request. The largest step has ``num_tokens`` prompt tokens
-    and ``num_requests`` requests. ``wanted``: outputs that each step will request, such as the taps
-    of a `Proposer`. ``num_best``: candidate tokens at each position that a draft model will
-    request. The pool's content is overwritten. Raises the errors of a step, such as torch's
-    out-of-memory error.
+    ``max_len``: number of tokens of the longest request. ``num_tokens``, ``num_requests``: prompt
+    tokens and requests of the largest step. ``wanted``: outputs that each step will need, such as
+    the taps of a `Proposer`. ``num_best``: number of candidate tokens that a draft model will rank
+    at each position. The pool's content is overwritten. Raises the errors of a step, such as
+    torch's out-of-memory error.
     """
     longest = min(max_len, pool.num_pages * pool.page_size)
     decoder.warm_up(pool, longest, wanted)
@@ -50,13 +50,16 @@ def warm_up(
     _compute(decoder, pool, [_segment(pool, prompt)], taps, num_best)
     rows = [_segment(pool, prompt[:1], index) for index in range(num_requests)]
     _compute(decoder, pool, rows, taps)
-    # Drafts may raise the number of logits above `FEW_ROWS`.
+    # Drafts may raise the number of rows of logits above `FEW_ROWS`.
     if num_requests <= FEW_ROWS and pool.states is None:
         _compute(decoder, pool, [rows[0]] * (FEW_ROWS + 1), taps)
 
 
 def _segment(pool: KVPool, tokens: array[int], index: int = 0) -> Segment:
-    """Return a segment from position 0 on, with the state in slot ``index`` if there are states."""
+    """Return a segment of ``tokens`` at position 0 on the pool's first pages.
+
+    If the model has recurrent states, the segment gets state slot ``index``.
+    """
     num_pages = -(-len(tokens) // pool.page_size)
     extras = fresh_state(pool.states, index, len(tokens))
     return Segment(tokens, 0, array("q", range(num_pages)), 1, extras=extras)
@@ -65,7 +68,10 @@ def _segment(pool: KVPool, tokens: array[int], index: int = 0) -> Segment:
 def _compute(
     decoder: Decoder, pool: KVPool, segments: list[Segment], taps: Taps, num_best: int = 0
 ) -> None:
-    """Compute a pass and sample each segment; with ``num_best``, also rank the best tokens."""
+    """Compute a pass over the segments and sample from its logits.
+
+    ``num_best``: number of best tokens to rank at each position; 0: rank none.
+    """
     batch = decoder.batch(segments, page_size=pool.page_size)
     logits = decoder.forward(batch, pool, Wanted(taps=taps)).logits
     rows = [

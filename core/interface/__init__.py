@@ -1,1 +1,1 @@
-"""Types that the packages exchange: requests, steps, and the protocols of drafting."""
+"""Types that the packages exchange: requests, steps, and protocols of drafting and running."""

@@ -10,29 +10,30 @@ import msgspec
 
 
 class Draft(msgspec.Struct, frozen=True, gc=False):
-    """Tree of draft tokens that follow a request's ``tokens``, and the source of each.
+    """Tree of draft tokens that may follow a request's tokens, and the source of each node.
 
-    ``parents[i]`` is the node before node ``i``: an earlier node, or -1 for the last of ``tokens``.
-    Nodes come depth first, the best child first, and siblings differ: so a prefix of the nodes is a
-    tree, too. A draft without ``parents`` is a chain: each token follows the one before it.
+    ``parents[i]`` is the parent of node ``i``: an earlier node, or -1 for the request's last token.
+    Nodes are in depth-first order, the best child first, so a prefix of the nodes is a tree, too.
+    Siblings have different tokens. A draft without ``parents`` is a chain, in which each token
+    follows the previous one.
     """
 
     token_ids: Sequence[int] = ()
     sources: Sequence[str] = ()  # [len(token_ids)]
     parents: Sequence[int] = ()  # [len(token_ids)]; empty for a chain
 
-    # [len(token_ids)] probability that a node and all nodes before it on its path are accepted, or
-    # empty. A proposer reports its own estimate, 0 for looked-up nodes that it did not find itself.
+    # [len(token_ids)] or empty: the probability that a node and all nodes before it on its path are
+    # accepted. A proposer estimates it; looked-up nodes that it did not propose itself have 0.
     survival: Sequence[float] = ()
-    note: object = None  # data of the proposer for the speculator; no other code reads it
+    note: object = None  # data that a proposer passes to the speculator; no other code reads it
 
     @classmethod
     def of(cls, token_ids: Sequence[int], source: str) -> Draft:
         """Return a chain whose tokens all come from one source."""
         return cls(token_ids, (source,) * len(token_ids))
 
-    def first(self, count: int) -> Draft:
-        """Return the tree of the first ``count`` nodes."""
+    def first_nodes(self, count: int) -> Draft:
+        """Return the draft of the first ``count`` nodes."""
         if count >= len(self.token_ids):
             return self
         count = max(0, count)
@@ -48,7 +49,7 @@ class Draft(msgspec.Struct, frozen=True, gc=False):
         """Return the trunk as a chain."""
         if not self.parents:
             return self
-        return msgspec.structs.replace(self.first(self.trunk_len), parents=())
+        return msgspec.structs.replace(self.first_nodes(self.trunk_len), parents=())
 
     def path(self, node: int) -> list[int]:
         """Return the nodes from the first level down to ``node``, inclusive."""
@@ -61,43 +62,43 @@ class Draft(msgspec.Struct, frozen=True, gc=False):
         return path[::-1]
 
     def depths(self) -> list[int]:
-        """Return the depth of each node, 1 for the children of the last of ``tokens``."""
+        """Return the depth of each node; the nodes directly after the request's tokens have 1."""
         if not self.parents:
             return list(range(1, len(self.token_ids) + 1))
         return _depths(self.parents)
 
     @property
     def height(self) -> int:
-        """Number of tokens on its longest path."""
+        """Number of tokens on the longest path."""
         return _height(tuple(self.parents)) if self.parents else len(self.token_ids)
 
     @property
     def runs(self) -> Sequence[tuple[int, int]]:
-        """The runs ``[first, stop)`` of nodes that are chains; the trunk comes first."""
+        """Ranges ``[first, stop)`` of nodes that form chains; the trunk comes first."""
         if self.parents:
             return _runs(tuple(self.parents))
         return ((0, len(self.token_ids)),) if self.token_ids else ()
 
     @property
     def trunk_len(self) -> int:
-        """Number of nodes of the trunk."""
+        """Number of nodes on the trunk."""
         return _trunk_len(tuple(self.parents)) if self.parents else len(self.token_ids)
 
     @property
     def is_chain(self) -> bool:
-        """Whether it has at most one path."""
+        """Whether the draft has at most one path."""
         return self.trunk_len == len(self.token_ids)
 
     @property
     def is_valid(self) -> bool:
-        """Whether every node follows an earlier node or the last of ``tokens``."""
+        """Whether every node's parent is an earlier node or -1."""
         if not self.parents:
             return True
         sound = all(-1 <= parent < node for node, parent in enumerate(self.parents))
         return sound and len(self.parents) == len(self.token_ids)
 
 
-# Planning, laying out and counting a draft each ask for the shape of its tree.
+# Results are cached, because several parts of a step need the shape of the same tree.
 @lru_cache(maxsize=256)
 def _height(parents: tuple[int, ...]) -> int:
     return max(_depths(parents))
@@ -125,40 +126,40 @@ NO_DRAFT = Draft()
 
 
 class DraftPlan(msgspec.Struct, frozen=True, gc=False):
-    """Plan of one request's draft in a step: known tokens, a token limit for the proposer, or both.
+    """Plan of one request's draft in a step: a looked-up draft, a limit for the proposer, or both.
 
-    With both, the proposer extends the known tokens to a tree if ``may_branch``; otherwise the
-    better of the two chains is verified. Both drafts may be trees. If pages are short, the last
-    nodes off the trunk are dropped first.
+    With both, the proposer adds branches to the looked-up draft if ``may_branch``; otherwise the
+    better of the two chains is verified. Both drafts may be trees. If too few pages are free, the
+    last nodes off the trunk are dropped first.
     """
 
     draft: Draft = NO_DRAFT
-    max_draft: int = 0  # most draft tokens, known tokens included; 0: the proposer does not draft
+    max_draft: int = 0  # maximum number of nodes, looked-up ones included; 0: no proposer's draft
     may_branch: bool = False  # whether the proposer's draft may be a tree
 
-    # Expected tokens that the first 1, 2, ... nodes of all priced drafts of the step must gain in
-    # total; beyond the list, each node costs the last difference.
+    # Price of the first 1, 2, ... nodes of all drafts of the step in total, in tokens that they are
+    # expected to gain. Beyond the list, each node costs the last difference.
     row_prices: tuple[float, ...] = ()
-    # expected tokens that each node must gain in addition, for the keys it attends to
+    # Price of each node in addition, for the keys that it attends to.
     key_price: float = 0.0
-    # Expected tokens that one more proposer pass with 1, 2, ... rows must gain for the step.
+    # Price of one more pass of the proposer with 1, 2, ... rows.
     pass_prices: tuple[float, ...] = ()
 
     @property
     def depth(self) -> int:
-        """Largest number of positions after the request's tokens that its draft reaches."""
+        """Maximum depth of the draft, in tokens after the request's own tokens."""
         height, most = self.draft.height, self.max_draft
-        return height if height > most else most  # takes a quarter of the time of `max`
+        return height if height > most else most  # four times as fast as `max`
 
     @property
     def num_rows(self) -> int:
-        """Number of rows that the draft adds to the forward pass of a plain decode."""
+        """Maximum number of rows that the draft adds to the forward pass."""
         known, most = len(self.draft.token_ids), self.max_draft
         return known if known > most else most
 
     @property
     def num_beside_trunk(self) -> int:
-        """Largest number of draft tokens whose KV needs a slot of a spare page."""
+        """Maximum number of nodes off the trunk, whose KV needs slots of spare pages."""
         if not (self.draft.parents or self.may_branch):
             return 0
         known = len(self.draft.token_ids) - self.draft.trunk_len

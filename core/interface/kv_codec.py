@@ -1,6 +1,6 @@
 """KV dtypes: how a pool stores keys and values, and which backends support them.
 
-This module does not import torch, so that the options can read its table.
+This module does not import torch, because the options read its table before torch is loaded.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ KV_DTYPE_HELP = (
 class KvCodec:
     """Format in which a pool stores a vector: the key or the value of one token, layer and KV head.
 
-    A scaled codec divides the vector by a float32 scale, which is stored beside it, and rounds each
-    quotient to a one-byte number. The scale is the largest magnitude of the vector divided by
-    ``top``. The torch backend needs only this table to support a codec.
+    A scaled codec divides the vector by a float32 scale, which is stored with the vector, and
+    rounds each quotient to a one-byte number. The scale is the largest magnitude of the vector
+    divided by ``top``. The torch backend needs only this table to support a codec.
     """
 
     name: KvDtype
     number: str = ""  # torch dtype of the stored numbers; empty: the model's dtype
-    top: float = 0.0  # largest number of the dtype
+    top: float = 0.0  # largest number that the dtype can represent
     native_code: int | None = None  # code in native/kernels/decoder/kv_codec.h; None: unsupported
-    capability: tuple[int, int] = (0, 0)  # least compute capability that the Triton kernels need
+    capability: tuple[int, int] = (0, 0)  # minimum compute capability for the Triton kernels
 
     @property
     def is_scaled(self) -> bool:
@@ -42,7 +42,7 @@ KV_CODECS: Mapping[KvDtype, KvCodec] = {
     for codec in (
         KvCodec(name="auto", native_code=0),
         KvCodec(name="int8", number="int8", top=127.0, native_code=1),
-        # CPUs do not multiply e4m3, and int8 takes as many bytes and is more exact.
+        # It has no `native_code`: CPUs cannot multiply e4m3, and int8 is as small and more exact.
         KvCodec(name="fp8", number="float8_e4m3fn", top=448.0, capability=(8, 9)),
     )
 }

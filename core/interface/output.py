@@ -20,7 +20,7 @@ else:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Log-probability of one token under the model's unprocessed distribution."""
+    """Log-probability of one token by the model's raw logits, without sampling parameters."""
 
     token_id: TokenId
     logprob: float
@@ -28,7 +28,7 @@ class TokenLogprob:
 
 
 class Refusal(str):
-    """Error that the request's own parameters caused, for example its grammar."""
+    """Error message for a failure that the request's own parameters caused, such as its grammar."""
 
     __slots__ = ()
 
@@ -36,30 +36,29 @@ class Refusal(str):
 class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Result of a step for one scheduled request.
 
-    ``token_ids`` is the accepted path followed by the recovered or bonus token; empty for a chunk
-    that does not reach the end.
+    ``token_ids`` are the accepted draft tokens and then the recovered or bonus token; they are
+    empty for a chunk that does not reach the last token of the prompt.
     """
 
     request_id: str
     token_ids: Sequence[int] = ()
-    draft: Draft = NO_DRAFT  # draft that was verified
-    path: Sequence[int] = ()  # accepted nodes of the draft, by depth
+    draft: Draft = NO_DRAFT  # the draft that was verified
+    path: Sequence[int] = ()  # accepted nodes of the draft, in order of depth
     logprobs: Sequence[TokenLogprob] = ()  # [len(token_ids)] if requested, else empty
 
-    # log-probabilities of tokens[start + 1 : stop + 1]
+    # log-probabilities of tokens[start + 1 : stop + 1] of the prompt, if requested
     prompt_logprobs: Sequence[TokenLogprob] = ()
     pooled: Floats | None = None  # float32 result of `Pooling`, once the prompt is computed
-    error: str | None = (
-        None  # error of this request alone (NaN logits); `Refusal`: caused by its own parameters
-    )
+    # Error of this request alone, such as NaN logits; a `Refusal` if its own parameters caused it.
+    error: str | None = None
 
 
 class StepOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """Outcome of a `StepPlan`, with the requests in its order. Times are in seconds."""
+    """Outcome of a `StepPlan`, with an output for each request in the order of the plan."""
 
     requests: Sequence[RequestOutput]
-    # seconds of "draft", "forward" and "verify"
+    # seconds by part of the step: "draft", "forward" and "verify"
     times: Mapping[str, float] = msgspec.field(default_factory=dict)
-    num_rows: int = 0  # rows of the target's forward pass
-    lost_proposer: bool = False  # the proposer failed repeatedly and drafts no more
-    num_images: int = 0  # images whose vectors the image tower computed
+    num_rows: int = 0  # number of rows of the target's forward pass
+    lost_proposer: bool = False  # whether the proposer was disabled because it kept failing
+    num_images: int = 0  # number of images that the image encoder computed

@@ -2,7 +2,7 @@
 
 While a step runs, the event loop changes no request, so a plan may refer to the request's own
 ``tokens`` and page table instead of copying them; the model thread only reads them. Each step makes
-several such objects for each request. They are msgspec structs because a dataclass takes several
+several such objects for each request. They are msgspec structs, because a dataclass takes several
 times as long to construct and is tracked by the garbage collector.
 """
 
@@ -23,12 +23,12 @@ NO_PAGES = array("q")
 
 
 class StateUse(msgspec.Struct, frozen=True, gc=False):
-    """Recurrent state of one request in a step, for models that keep one.
+    """Use of a request's recurrent state in a step, for models with recurrent layers.
 
     The request owns the state ``slot`` and the ``log``. The slot holds the state at the end of a
     page, at or before the step's first row; the log holds the positions after that. ``source``: the
-    slot of a kept state, copied to ``slot`` before the step because the request resumes from it;
-    -1: none. The slot of a request that starts at position 0 is reset.
+    slot of a kept state from which the request resumes; it is copied to ``slot`` before the step.
+    -1 means no copy. The slot of a request that starts at position 0 is reset.
     """
 
     slot: int
@@ -39,16 +39,16 @@ class StateUse(msgspec.Struct, frozen=True, gc=False):
 
 
 class ScheduledExtras(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """Data of a scheduled request that most requests do not have; those use `PLAIN`.
+    """Data of a scheduled request that only some requests have; the others use `PLAIN`.
 
-    With ``num_packed_away`` the KV of position p is at index ``p - num_packed_away`` of the pages.
+    After packing, the KV of position p is at index ``p - num_packed_away`` of the pages.
     """
 
-    state: StateUse | None = None  # None: the model keeps no recurrent state
-    adapter: Adapter | None = None  # adapter of the request
+    state: StateUse | None = None  # None: the model has no recurrent state
+    adapter: Adapter | None = None  # the request's LoRA adapter
     images: tuple[PromptImage, ...] = ()  # all images of the prompt
-    num_packed_away: int = 0  # tokens before the share whose KV was packed away
-    pack: KvPack | None = None  # packing that is done before the step
+    num_packed_away: int = 0  # number of tokens before ``start`` whose KV was dropped by packing
+    pack: KvPack | None = None  # packing to do before the step
 
 
 PLAIN = ScheduledExtras()
@@ -57,54 +57,57 @@ PLAIN = ScheduledExtras()
 class ScheduledRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One request's share of a step: compute KV of ``tokens[start:stop]``, then maybe sample.
 
-    ``page_ids[i]`` holds positions ``[i * page_size, (i + 1) * page_size)``; the table covers
-    ``stop`` and the longest path of the draft. Draft nodes off the trunk have their KV in
-    ``spare_page_ids`` until a path with them is accepted. If ``is_ahead``, the request has one
-    pending token, at ``stop - 1``, which the step under way is still choosing; ``tokens`` holds the
-    tokens before it, and may grow during the step.
+    ``page_ids[i]`` holds positions ``[i * page_size, (i + 1) * page_size)``; the table covers all
+    positions up to ``stop`` and the longest path of the draft. Draft nodes off the trunk have their
+    KV in ``spare_page_ids`` until they are accepted. If ``is_ahead``, the request has one pending
+    token, at ``stop - 1``, which the previous step is still choosing; ``tokens`` holds the tokens
+    before it, and may grow during the step.
     """
 
     request_id: str
-    tokens: array[int]  # prompt and output so far; lent, read only
+    tokens: array[int]  # prompt and output so far; the request's own array, read only
     start: int
     stop: int
-    page_ids: array[int]  # page table; lent, read only
+    page_ids: array[int]  # page table; the request's own array, read only
     sampling: SamplingMetadata
-    draft_plan: DraftPlan = NO_DRAFT_PLAN  # a draft is a chain if there are no spare pages
-    spare_page_ids: array[int] = NO_PAGES  # pages at the lease's end, used for this step alone
+    draft_plan: DraftPlan = NO_DRAFT_PLAN  # without spare pages the draft must be a chain
+    spare_page_ids: array[int] = NO_PAGES  # pages for the draft at the lease's end, for this step
     is_ahead: bool = False
     extras: ScheduledExtras = PLAIN
 
     @property
     def samples(self) -> bool:
-        """Whether the chunk reaches the last token, so that its last row samples a new one."""
+        """Whether the step samples a token: the chunk reaches the request's last token."""
         return self.sampling.pooling is None and (self.is_ahead or self.stop == len(self.tokens))
 
     def text_ids(self, start: int, stop: int) -> array[int]:
-        """Return ``tokens[start:stop]``, with 0 for each row of an image."""
+        """Return ``tokens[start:stop]``, with 0 in place of the id of each image row."""
         return text_ids(self.tokens[start:stop], self.extras.images)
 
     @property
     def pools(self) -> bool:
-        """Whether the chunk reaches the last token, whose row yields the result of `Pooling`."""
+        """Whether the step computes the result of `Pooling`: the chunk reaches the last token."""
         return self.sampling.pooling is not None and self.stop == len(self.tokens)
 
 
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """Plan of one step: a ragged batch."""
+    """Plan of one step, which is computed as a ragged batch."""
 
     requests: Sequence[ScheduledRequest]
-    # Pages allocated since the last plan: their content is void.
+    # Ids of pages that were allocated since the last plan; their old content is not valid.
     newly_allocated_pages: array[int]
-    loaded_pages: array[int] = NO_PAGES  # pages loaded whole from a tier since the last plan
-    is_plain: bool = False  # no request drafts: the speculator learns nothing from the step
+    loaded_pages: array[int] = NO_PAGES  # ids of pages that a tier loaded since the last plan
+    is_plain: bool = False  # no request drafts, and the speculator does not observe the step
 
-    # Requests that released their pages since the last plan: finished or preempted.
+    # Ids of requests that released their pages since the last plan: they ended or were preempted.
     released_request_ids: Sequence[str] = ()
 
     @property
     def is_decode_only(self) -> bool:
-        """Whether every request decodes one token without a draft and without its token history."""
+        """Whether every request decodes one token, without a draft and without token history.
+
+        The host then needs no chosen token to plan the next step.
+        """
         return self.is_plain and all(
             scheduled.stop - scheduled.start == 1
             and scheduled.samples

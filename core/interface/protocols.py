@@ -1,7 +1,7 @@
-"""Protocols between the engine and the parts that it drives: drafting and the model.
+"""Protocols of the parts that the engine calls: drafting and the model.
 
 `Speculator` decides the draft of each request, in the event loop. `StepRunner` computes steps in
-the model thread; it may launch a step before the last one has ended.
+the model thread; it may launch a step before the previous step has ended.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from .request import Request
 class ProposerTraits:
     """Traits of a proposer that affect the price of its drafts."""
 
-    tokens_per_pass: int  # tokens of a draft that one pass yields
-    catches_up: bool  # whether it must compute a request's tokens itself before it drafts
-    weighs: bool  # whether it drafts only tokens worth their rows; it may then grow trees
+    tokens_per_pass: int  # number of draft tokens that one pass yields along a path
+    catches_up: bool  # whether the proposer computes the request's tokens, too, before it drafts
+    weighs: bool  # whether it drafts only tokens that are worth their price; it may grow trees
 
 
 class RowPrice(NamedTuple):
@@ -34,11 +34,11 @@ class RowPrice(NamedTuple):
     """
 
     seconds: float
-    tokens: float  # tokens that the engine serves in ``seconds``
+    tokens: float  # number of tokens that the engine serves in ``seconds``
 
 
 class Speculator:
-    """Decides the draft of each decoding request; this class never drafts, subclasses do."""
+    """Controller that plans the draft of each decoding request. This base class never drafts."""
 
     def drafts_nothing(
         self,
@@ -46,10 +46,10 @@ class Speculator:
         *,
         num_new_tokens: int = 0,  # noqa: ARG002
     ) -> bool:
-        """Return whether no request would draft, once each has ``num_new_tokens`` more tokens.
+        """Return whether no request would draft after ``num_new_tokens`` more tokens each.
 
-        If so, `plan` and `observe` are not called for the step, and the step may be planned before
-        the preceding one has ended.
+        If true, `plan` and `observe` are not called for the step, and the step may be planned
+        before the preceding step has ended.
         """
         return True
 
@@ -63,9 +63,9 @@ class Speculator:
     ) -> Sequence[DraftPlan]:
         """Return one plan for each request, in order.
 
-        ``limits`` [num_requests]: the most tokens that a path of each draft may have, maybe 0.
-        ``budget``: rows that all drafts together may add to the step. ``num_prefill``: estimate of
-        the prompt tokens that share the step, at most the rest of the token budget.
+        ``limits`` [num_requests]: maximum number of tokens along a path of each draft, which may be
+        0. ``budget``: number of rows that all drafts together may add to the step. ``num_prefill``:
+        estimated number of prompt tokens in the same step.
         """
         return [NO_DRAFT_PLAN] * len(requests)
 
@@ -74,41 +74,42 @@ class Speculator:
     ) -> None:
         """Learn from a committed output: the last ``num_served`` of ``request.tokens`` are new.
 
-        Called for outputs with tokens, also for requests that have just ended.
+        This is called for each output with tokens, even if the request has just ended. The next
+        step may be planned already, unless the request's draft came from the proposer.
         """
 
     def observe_step(self, plan: StepPlan, output: StepOutput, seconds: float) -> None:
         """Learn from a committed step.
 
-        ``seconds``: time since the last commit, without idle time.
+        ``seconds``: time since the previous commit, without idle time.
         """
 
     def join(self, request: Request) -> None:
-        """Register a request that begins to run, for the first time or after a preemption."""
+        """Register a request that was admitted, for the first time or after a preemption."""
 
     def leave(self, request: Request) -> None:
-        """Forget a request that ended."""
+        """Drop the data of a request that ended."""
 
     def has_work(self) -> bool:
-        """Return whether `work` has something to do. Called often, so it must be cheap."""
+        """Return whether `work` has something to do. This must be fast: it is called often."""
         return False
 
     def work(self) -> None:
-        """Do upkeep while the model thread computes a step; about a millisecond at a time."""
+        """Index tokens and clean up, for about a millisecond, while the model thread computes."""
 
     def flush(self, *namespaces: str | None) -> None:
-        """Forget the tokens seen in these namespaces, by default in all."""
+        """Drop the indexed tokens of ``namespaces``; without arguments, of all namespaces."""
 
     def describe(self) -> Mapping[str, object]:
-        """Describe the decisions since the last call, for the log."""
+        """Return a description of the decisions since the last call, for the log."""
         return {}
 
     def row_price(self, num_requests: int) -> RowPrice | None:  # noqa: ARG002
-        """Return the cost of a row in a step of ``num_requests`` requests; None if unknown."""
+        """Return the cost of one more row in a step of ``num_requests``; None if unknown."""
         return None
 
     def drafters(self) -> Mapping[str, bool]:
-        """Return whether each drafter is in use, by its name; False if it failed too often."""
+        """Return whether each drafter is still in use, by name; False if it failed too often."""
         return {}
 
     def broke_step(self) -> None:
@@ -124,22 +125,22 @@ OnKernelsStarted = Callable[[], None]
 
 
 class StepCancelled(Exception):  # noqa: N818 - nothing went wrong with this step itself
-    """Raised for a withdrawn step, or if the previous step chose no input token for it."""
+    """Error of a step that was withdrawn, or for which the previous step chose no input token."""
 
 
 class Pending(Protocol):
-    """Step that was launched."""
+    """A step that was launched."""
 
     def finish(self) -> StepOutput:
-        """Wait for the output and return it; may be repeated. Raises the step's error."""
+        """Wait for the output and return it; may be called again. Raises the step's error."""
 
 
 def ignore_kernels() -> None:
-    """Do nothing; the default `OnKernelsStarted`."""
+    """Do nothing: the default for `OnKernelsStarted`."""
 
 
 class StepRunner(Protocol):
-    """Computes steps in the model thread."""
+    """Runner of steps in the model thread."""
 
     @property
     def is_async(self) -> bool:
@@ -153,23 +154,26 @@ class StepRunner(Protocol):
     ) -> Pending:
         """Launch one ragged batch and return the pending step.
 
-        Requests that are ``is_ahead`` take their last token from ``after``, the preceding step,
-        which must include them; if it chose no token for a request, the request's output must be
-        ignored. Only a runner that `is_async` gets such requests. ``on_kernels_started`` is called
-        at least once, when this thread leaves Python's global lock to others for a while: before
-        kernels begin, or once the device has them. Raises ValueError for a plan that cannot follow
-        ``after``, and any error of the launch.
+        Requests with ``is_ahead`` take their last token from ``after``, the preceding step, which
+        must include them; if it chose no token for a request, the request's output must be ignored.
+        Only a runner with `is_async` gets such requests. ``on_kernels_started`` is called at least
+        once, when this thread begins to leave Python's global lock to others for a while: before it
+        runs kernels, or after it launched them on a device. Raises ValueError for a plan that
+        cannot follow ``after``, and any error of the launch.
         """
 
 
 class Companions(Protocol):
-    """Other processes without which no step can run: the ranks of a tensor-parallel model."""
+    """Other processes that every step needs: the ranks of a tensor-parallel model."""
 
     def watch(self, on_lost: Callable[[BaseException], None]) -> None:
         """Call ``on_lost`` on the running event loop when one of the processes ends."""
 
     def unwatch(self) -> None:
-        """Stop watching. Called on the event loop."""
+        """Undo `watch`, on the same event loop."""
 
     def end(self, *, at_once: bool = False) -> None:
-        """End the processes, ``at_once`` or when they have stopped; blocks until they are gone."""
+        """End the processes, and wait until they have exited.
+
+        ``at_once``: kill them without waiting for them to exit by themselves.
+        """

@@ -1,4 +1,4 @@
-"""Request: one object from admission to the end, written by the Scheduler alone."""
+"""Request: a request from its arrival to its end. Only the scheduler changes it."""
 
 from __future__ import annotations
 
@@ -25,24 +25,25 @@ OnToken = Callable[[int], str | None]
 Tenant = str | None
 
 
-MAX_TTL = 30 * 24 * 3600.0  # seconds
+MAX_TTL = 30 * 24 * 3600.0  # maximum time of a pin, in seconds
 
 
 class Pin(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Prefix to pin: the first ``num_tokens`` of the prompt, in whole pages, for ``ttl`` seconds.
 
-    A number beyond the prompt means the whole prompt. Each hit restarts the time. Raises
-    `InvalidRequest` for a number that is not positive or a time beyond 30 days.
+    A number above the prompt's length means the whole prompt. Each prefix hit restarts the time.
+    Raises `InvalidRequest` for a number of tokens below 1, or a time that is not positive or above
+    30 days.
     """
 
     num_tokens: int
     ttl: float
 
     def __post_init__(self) -> None:
-        """Check both fields."""
+        """Check ``num_tokens`` and ``ttl``."""
         if self.num_tokens < 1:
             raise InvalidRequest("cache: a pinned prefix needs at least one token", param="cache")
-        if not 0 < self.ttl <= MAX_TTL:  # also false for NaN
+        if not 0 < self.ttl <= MAX_TTL:  # refuses NaN, too
             message = f"cache: the ttl must be above 0 and at most {MAX_TTL:.0f} s"
             raise InvalidRequest(message, param="cache")
 
@@ -50,13 +51,13 @@ class Pin(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class CacheOptions(
     msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
 ):
-    """Whether a request reads and writes the prefix cache, and which prefixes it pins.
+    """Options of a request: whether it reads and writes the prefix cache, and what it pins.
 
-    Without ``read`` it uses no cached pages, and its drafts come from the request alone. Without
-    ``write`` its pages are not published, its tokens are not kept for later drafts, and pins have
-    no effect. ``session`` names the conversation, or an agent's group of conversations, to which
-    the request belongs: the last turn of each stays pinned for the engine's session TTL. Sessions
-    of different namespaces are different, even under one name.
+    Without ``read`` the request uses no cached pages, and its drafts come from its own tokens
+    alone. Without ``write`` its pages are not published, its tokens are not kept for later drafts,
+    and pins have no effect. ``session`` names the conversation, or the group of an agent's
+    conversations, to which the request belongs: the last turn of each conversation stays pinned for
+    the engine's session TTL. Sessions in different namespaces are separate, even with equal names.
     """
 
     read: bool = True
@@ -66,7 +67,7 @@ class CacheOptions(
 
     @property
     def is_private(self) -> bool:
-        """Whether the request does not both read and write the prefix cache."""
+        """Whether the request skips the prefix cache for reading, for writing or for both."""
         return not (self.read and self.write)
 
 
@@ -76,77 +77,76 @@ DEFAULT_CACHE = CacheOptions()
 class RequestStatus(Enum):
     """State of a request."""
 
-    WAITING = "waiting"  # owns no page: new, or preempted
-    RUNNING = "running"  # owns a lease and takes part in steps
-    FINISHED = "finished"  # owns nothing
+    WAITING = "waiting"  # new or preempted; has no pages
+    RUNNING = "running"  # owns a lease of pages and takes part in steps
+    FINISHED = "finished"  # ended; has no pages
 
 
 class FinishReason(StrEnum):
     """Reason why a request ended."""
 
-    STOP = "stop"  # a stop token or stop string; the end of a prompt that is only computed
+    STOP = "stop"  # a stop token or stop string; or pooling is complete
     LENGTH = "length"  # max_tokens or the end of the context
-    ABORT = "abort"  # the caller left, or the deadline passed
+    ABORT = "abort"  # the caller aborted the request, or the deadline passed
 
 
 @dataclass(slots=True, kw_only=True)
 class Usage:
-    """Cost of an answer. Counts are tokens, times are seconds since arrival."""
+    """Cost of an answer. Counts are in tokens unless stated otherwise, times in seconds."""
 
     prompt_tokens: Count = 0
     cached_tokens: Count = 0  # prompt tokens whose KV was in the prefix cache
 
-    # Prompt tokens whose KV was cached; for recurrent models there may have been no kept state to
-    # resume from.
+    # Prompt tokens whose KV was cached, including KV without a recurrent state to resume from.
     matched_tokens: Count = 0
     loaded_tokens: Count = 0  # cached tokens whose KV came from a tier
-    cache_write_tokens: Count = 0  # prompt tokens whose KV this request was the first to cache
+    cache_write_tokens: Count = 0  # prompt tokens whose KV this request added to the cache
     image_tokens: Count = 0  # prompt tokens that are rows of images
-    spliced_tokens: Count = 0  # prompt tokens taken as ids from earlier answers, not from text
+    spliced_tokens: Count = 0  # prompt tokens whose ids were copied from earlier answers
     normalized: tuple[str, ...] = ()  # names of the changes made to the prompt before it was queued
-    cache_loss: Eviction | None = None  # why the first missing page was lost, if known
+    cache_loss: Eviction | None = None  # why the first page that was not cached was lost, if known
     completion_tokens: Count = 0
     proposed_tokens: Count = 0  # draft tokens that were verified
-    accepted_tokens: Count = 0  # draft tokens that were served
-    verify_steps: Count = 0  # steps that yielded tokens
-    draft_steps: Count = 0  # steps with a draft
-    tree_steps: Count = 0  # steps whose draft was a tree with more than one path
+    accepted_tokens: Count = 0  # draft tokens that are part of the answer
+    verify_steps: Count = 0  # number of steps that yielded tokens
+    draft_steps: Count = 0  # number of steps with a draft
+    tree_steps: Count = 0  # number of steps whose draft was a tree with more than one path
     accepted_by_source: dict[str, Count] = field(default_factory=dict)
     proposed_by_source: dict[str, Count] = field(default_factory=dict)
-    # histogram of steps by accepted tokens
+    # number of steps by number of accepted tokens
     steps_by_accepted: dict[Count, Count] = field(default_factory=dict)
     accepted_prediction_tokens: Count = 0  # tokens of the caller's prediction that the answer has
     rejected_prediction_tokens: Count = 0  # tokens of the caller's prediction that the answer lacks
-    evicted_tokens: Count = 0  # tokens of the answer that lost their KV before its end
-    closed_early: bool = False  # structured output was closed to end within its token limit
-    moves: Count = 0  # times that it was moved to another engine, because its own was lost
+    evicted_tokens: Count = 0  # answer tokens whose KV was dropped by packing
+    closed_early: bool = False  # structured output was completed early to fit its token limit
+    moves: Count = 0  # number of times that the request moved to another engine after a failure
     queue_time: Seconds = 0.0
     time_to_first_token: Seconds = 0.0
     total_time: Seconds = 0.0
 
 
 class Delta(msgspec.Struct, kw_only=True, array_like=True, forbid_unknown_fields=True):
-    """Tokens that a step adds to an answer; for a slow reader, deltas are merged."""
+    """Tokens that a step adds to an answer. Deltas that were not read yet are merged."""
 
     token_ids: list[TokenId] = []
     logprobs: list[TokenLogprob] = []
     prompt_logprobs: list[TokenLogprob] = []
     num_proposed: Count = 0  # draft tokens that were verified
-    proposed_sources: list[str] = []  # [num_proposed]
-    accepted_sources: list[str] = []  # [accepted draft tokens]
-    token_sources: list[str] = []  # [token_ids]; "" for the target's own tokens
+    proposed_sources: list[str] = []  # [num_proposed] name of each draft token's drafter
+    accepted_sources: list[str] = []  # [num_accepted] name of each accepted token's drafter
+    token_sources: list[str] = []  # [len(token_ids)] drafter's name, or "" for the target's token
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # stop token id or stop string, if any
     pooled: Floats | None = None  # result of `Pooling`, in the last delta
-    error: ForetokenError | None = None  # ends the answer, as finish_reason does
+    error: ForetokenError | None = None  # error that ends the answer, instead of finish_reason
 
     @property
     def terminal(self) -> bool:
-        """Whether it is the last delta."""
+        """Whether this is the last delta of the answer."""
         return self.finish_reason is not None or self.error is not None
 
     def merge(self, later: Delta) -> None:
-        """Append a later delta."""
+        """Append the content of a later delta to this one."""
         self.token_ids += later.token_ids
         self.logprobs += later.logprobs
         self.prompt_logprobs += later.prompt_logprobs
@@ -162,54 +162,55 @@ class Delta(msgspec.Struct, kw_only=True, array_like=True, forbid_unknown_fields
 
 @dataclass(slots=True, eq=False)
 class Fault:
-    """A failed step that had a chunk of this request and could not be run again."""
+    """Record of a failed step with a chunk of this request, which could not be run again."""
 
-    stop: int  # end of the chunk; until then the request's chunks run without other requests
-    beside_drafts: bool  # other requests drafted in that step, and no chunk has succeeded since
+    stop: int  # end of that chunk; up to it, the request is computed without other chunks
+    beside_drafts: bool  # whether the step had drafts of others, and no chunk succeeded since
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Request:
     """Request: a prompt and its growing answer.
 
-    There is no prefill state and no decode state: ``num_pending`` tokens lack their KV. More than
-    one is a prefill, cut into chunks by the token budget; one is a decode, whose draft follows it.
-    With ``sampling.pooling`` the request ends when its prompt is computed, and it never drafts.
+    A request has no prefill or decode state: ``num_pending`` tokens lack their KV. More than one
+    pending token is a prefill, which the token budget cuts into chunks; one pending token is a
+    decode, which a draft may follow. With ``sampling.pooling`` the request ends when its prompt is
+    computed, and it never drafts.
     """
 
     request_id: str
-    tokens: array[int]  # the prompt, then the output; grows in Scheduler.commit only
+    tokens: array[int]  # the prompt, then the answer; only `Scheduler.commit` appends to it
     sampling: SamplingMetadata
     stop_ids: frozenset[int] = frozenset()  # tokens that end the answer: eos and stop_token_ids
     depth: int | Literal["auto"] | None = None  # draft tokens per step; None: the engine's setting
-    prediction: array[int] | None = None  # the caller's own guess at the answer
+    prediction: array[int] | None = None  # the caller's own guess of the answer, as a draft
 
-    # Made from the cache_salt and the adapter; KV and drafts are shared within it alone.
+    # Made from cache_salt and adapter. Only requests with equal namespaces share KV and drafts.
     namespace: str | None = None
-    tenant: Tenant = None  # tenant that is charged
+    tenant: Tenant = None  # tenant to which the request's tokens are charged
     cache: CacheOptions = DEFAULT_CACHE
     extras: RequestExtras = PLAIN_REQUEST
-    priority: int = 0  # lower runs first
+    priority: int = 0  # a lower number runs earlier
     deadline: float | None = None  # seconds after arrival
     on_token: OnToken | None = None
     shown_ids: frozenset[int] = frozenset()  # special tokens that `on_token` shows in the text
     transfer: Transfer = NO_TRANSFER
 
     arrival_time: float = 0.0  # time on the engine's clock
-    serial: int = 0  # order of arrival
-    urgency: float = 0.0  # arrival time plus seconds for its priority; lower goes first
-    max_len: int = 0  # number of tokens at which the answer ends by length
+    serial: int = 0  # number of requests that arrived earlier
+    urgency: float = 0.0  # arrival time plus priority in seconds; a lower value goes first
+    max_len: int = 0  # maximum number of tokens of prompt and answer
     status: RequestStatus = RequestStatus.WAITING
-    num_computed: int = 0  # tokens whose KV is in the lease's pages
-    lease: KVLease | None = None  # owned while RUNNING
+    num_computed: int = 0  # number of leading tokens whose KV is computed
+    lease: KVLease | None = None  # the request's pages while it is running
     usage: Usage = field(default_factory=Usage)
     num_preemptions: int = 0
-    # tokens charged but not computed, to be computed free of charge
+    # number of tokens that were charged to the tenant but not computed, such as after a failed step
     num_charged_not_computed: int = 0
-    num_prompt_logprobs: int = 0  # prompt log-probabilities sent so far
-    num_tokens_accounted: int = 0  # leading tokens counted as cached or written
-    num_uncached: int = 0  # tokens without cached KV when it was queued
-    is_early: bool = False  # admitted before its turn, because it is short
+    num_prompt_logprobs: int = 0  # number of prompt log-probabilities that were sent
+    num_tokens_accounted: int = 0  # number of leading tokens that `usage` counts as cached
+    num_uncached: int = 0  # number of tokens without cached KV when the request was queued
+    is_early: bool = False  # the request was admitted before its turn, because it is short
     fault: Fault | None = None
 
     @property
@@ -219,7 +220,7 @@ class Request:
 
     @property
     def num_pending(self) -> int:
-        """Number of tokens whose KV is still to be computed."""
+        """Number of tokens whose KV is not computed yet."""
         return len(self.tokens) - self.num_computed
 
     @property
@@ -228,52 +229,52 @@ class Request:
         return len(self.tokens) - self.prompt_len
 
     def num_packed_away(self, stop: int) -> int:
-        """Return how many tokens have lost their KV when the row at ``stop - 1`` is computed."""
+        """Return how many tokens lost their KV by packing before position ``stop - 1``."""
         budget = self.extras.kv_budget
         return num_packed_away(self.prompt_len, budget, stop) if budget else 0
 
     @property
     def is_packed(self) -> bool:
-        """Whether some tokens have no KV in the pages once all pending tokens are computed."""
+        """Whether packing drops the KV of some tokens before all pending tokens are computed."""
         return self.num_packed_away(len(self.tokens)) > 0
 
     def kv_len(self, stop: int) -> int:
-        """Return how many tokens have KV in the pages after a step that computes up to ``stop``."""
+        """Return how many tokens have KV after a step that computes tokens up to ``stop``."""
         return stop - self.num_packed_away(stop) if self.extras.kv_budget else stop
 
     def most_kv(self, num_tokens: int) -> int:
-        """Return the most tokens with KV at any time until ``num_tokens`` tokens are computed."""
+        """Return the maximum number of tokens with KV until ``num_tokens`` tokens are computed."""
         budget = self.extras.kv_budget
         return most_kv(self.prompt_len, budget, num_tokens) if budget else num_tokens
 
     def next_packing(self, start: int) -> int | None:
-        """Return the position after ``start`` at which KV is packed; None if it never is.
+        """Return the first position after ``start`` at which KV is packed; None if KV never is.
 
-        No step may cross it.
+        No step may cross that position.
         """
         budget = self.extras.kv_budget
         return next_packing(self.prompt_len, budget, start) if budget else None
 
     @property
     def is_suspect(self) -> bool:
-        """Whether its next chunk is computed in a step without other chunks."""
+        """Whether the next chunk must run without other chunks, because a step with it failed."""
         return self.fault is not None and self.num_computed < self.fault.stop
 
     @property
     def order(self) -> tuple[float, int]:
-        """Order of admission: by priority and time of arrival; it never changes."""
+        """Sort key of the admission order: urgency, then order of arrival. It never changes."""
         return self.urgency, self.serial
 
 
 def by_order(request: Request) -> tuple[float, int]:
-    """Return the sort key of the admission order."""
+    """Return `Request.order`, the sort key of the admission order."""
     return request.order
 
 
 def by_work(request: Request) -> tuple[int, int]:
-    """Return the sort key by priority, then by the number of tokens left to compute.
+    """Return a sort key: the priority, then the number of tokens left to compute.
 
-    For a waiting request the number is the one when it was queued.
+    For a waiting request, the number was counted when the request was queued.
     """
     is_queued = request.status is RequestStatus.WAITING
     return request.priority, request.num_uncached if is_queued else request.num_pending

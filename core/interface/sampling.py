@@ -1,8 +1,8 @@
-"""Sampling options of a request, and their resolved form for the samplers of all backends.
+"""Sampling parameters of a request, and their resolved form for the samplers of all backends.
 
-The API's `SamplingParams` adds options that concern text to `TokenSamplingParams`: stop strings,
-structured output, predictions. Limits on the answer's tokens reach the core as a `Constraint`,
-which knows token ids, but no grammar.
+The API's `SamplingParams` adds parameters that concern text to `TokenSamplingParams`: stop strings,
+structured output, predictions. The core applies a grammar as a `Constraint`, which deals with token
+ids only.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .extras.packing import LEAST_BUDGET
 
 MAX_LOGPROBS = 20
 MAX_BIASED_TOKENS = 1024
-MAX_LISTED = 1024  # most stop_token_ids
+MAX_LISTED = 1024  # maximum number of stop_token_ids
 MAX_ALLOWED = 2**14
 NO_IDS: tuple[int, ...] = ()
 RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -41,20 +41,24 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenSamplingParams:
-    """Options for the choice of tokens. Raises `InvalidRequest`, naming the field, for a bad value.
+    """Parameters of the choice of tokens. A bad value raises `InvalidRequest`, naming the field.
 
-    ``max_tokens=None`` means up to the end of the context; with ``prompt_only`` the prompt is
-    computed and no token is generated, and ``max_tokens`` is 0. ``temperature=0`` is greedy;
-    ``top_k=0`` and ``top_p=1`` are off. ``logprobs`` and ``prompt_logprobs`` are the number of
-    alternatives in addition to the token itself. ``kv_budget``: tokens of the answer that keep
-    their KV if the engine packs KV; None: the engine's setting.
+    ``max_tokens=None`` means up to the end of the context. With ``prompt_only`` the prompt is
+    computed, no token is generated, and ``max_tokens`` is 0. ``temperature=0`` is greedy;
+    ``top_k=0`` and ``top_p=1`` are off. ``logprobs`` and ``prompt_logprobs`` are the numbers of
+    alternatives to report for each token of the answer and of the prompt. ``kv_budget``: number of
+    tokens of the answer that keep their KV if the engine packs KV; None: the engine's setting.
     """
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
-    max_tokens: int | None = setting(None, "maximum length of the answer, in tokens", is_basic=True)
+    max_tokens: int | None = setting(
+        None,
+        "maximum length of the answer, in tokens (default: up to the context length)",
+        is_basic=True,
+    )
     min_tokens: int = setting(0, "minimum length of the answer, in tokens")
     stop_token_ids: Sequence[int] = NO_IDS
     logprobs: int | None = None
@@ -146,41 +150,41 @@ Mask = memoryview
 
 
 class ConstraintFailed(Exception):  # noqa: N818 - it fails its request, nothing else
-    """Raised if the next allowed tokens cannot be determined: the request ends with this error."""
+    """Error of a constraint that cannot determine the allowed tokens, which ends the request."""
 
 
 class Constraint(Protocol):
-    """Tokens that may follow a request's output. Belongs to one thread; `fork` makes another.
+    """Limit on the tokens that may follow a request's output.
 
-    The allowed tokens depend only on the output before them, so the answer is still the same for
-    every drafter, draft length and batch. In every call the output so far is ``tokens[start:]``,
-    which only grows from call to call; guessed tokens that follow it need not be allowed. Costs
-    grow with the new tokens, not with the whole output. Every method but `fork` may raise
-    `ConstraintFailed`.
+    A constraint is used in one thread only; `fork` makes one for another thread. The allowed tokens
+    depend only on the output before them, so the answer is still the same for every drafter, draft
+    length and batch. In every call, ``tokens[start:]`` is the output so far, which only grows from
+    call to call; guessed tokens after it need not be allowed. The cost of a call grows with the new
+    tokens, not with the whole output. Every method except `fork` may raise `ConstraintFailed`.
     """
 
     def allowed(self, tokens: array[int], start: int, tail: Sequence[int]) -> Mask | None:
-        """Return the mask of the tokens that may follow the output and then ``tail``.
+        """Return the mask of the tokens that may follow the output plus ``tail``.
 
-        Returns None, which is no limit, if the tail itself is not allowed or ends the answer:
-        tokens drawn there are never served.
+        Returns None, which allows all tokens, if ``tail`` itself is not allowed or ends the answer:
+        no token that is drawn after such a tail becomes part of the answer.
         """
 
     def forced(self, tokens: array[int], start: int, most: int) -> Sequence[int]:
-        """Return the tokens, ``most`` at most, that must follow because no others are allowed."""
+        """Return up to ``most`` tokens that must follow, because no other tokens are allowed."""
 
     def count_allowed(self, tokens: array[int], start: int, guess: Sequence[int]) -> int:
         """Return how many leading tokens of ``guess`` may follow the output, or an upper bound."""
 
     def fork(self) -> Constraint:
-        """Return another constraint at the beginning of the output."""
+        """Return an equal constraint for another thread, with an empty output."""
 
 
 class Pooling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A request for numbers of the prompt's last row instead of an answer.
 
-    They are the hidden state after the final norm, or, with ``token_ids``, the unprocessed logits
-    of the named tokens; with ``is_normalized`` their log-probabilities.
+    The numbers are the hidden state after the final norm, or, with ``token_ids``, the raw logits of
+    the tokens; with ``is_normalized`` their log-probabilities.
     """
 
     token_ids: tuple[TokenId, ...] = NO_IDS
@@ -191,26 +195,26 @@ class Pooling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class SamplingMetadata:
     """One request's parameters for the samplers of all backends, resolved once at admission.
 
-    ``has_processors``: logits processors apply at every position; below ``min_tokens`` they always
-    apply. ``needs_history``: choosing or reporting a token needs more than its logits and its
-    position. ``constraint`` belongs to the model thread; other threads fork it. Compared by
-    identity.
+    ``has_processors``: whether a parameter edits the logits at every position. Until the answer has
+    ``min_tokens`` tokens, logits are edited in any case. ``needs_history``: whether choosing or
+    reporting a token needs more than its logits and its position. ``constraint`` belongs to the
+    model thread; other threads fork it. Objects are compared by identity.
     """
 
     params: TokenSamplingParams
-    seed: int  # seed of the request, or drawn for it; 64 bits, unsigned
-    prompt_len: int  # tokens; output position = token index - prompt_len
-    stop_ids: frozenset[int] = frozenset()  # suppressed until min_tokens are generated
+    seed: int  # the request's seed, or a random seed; 64 bits, unsigned
+    prompt_len: int  # number of prompt tokens; output position = token index - prompt_len
+    stop_ids: frozenset[int] = frozenset()  # banned until the answer has min_tokens tokens
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
     constraint: Constraint | None = None
-    constraint_param: str | None = None  # field that the constraint was made from, for errors
-    pooling: Pooling | None = None  # result wanted in place of tokens
+    constraint_param: str | None = None  # parameter to name if the constraint causes an error
+    pooling: Pooling | None = None  # numbers to return in place of tokens
     has_processors: bool = field(init=False)
     needs_history: bool = field(init=False)
     _cache: dict[Hashable, Any] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Set `has_processors` and `needs_history`; no other code derives them."""
+        """Derive `has_processors` and `needs_history` from the parameters."""
         params = self.params
         reads_history = (
             params.repetition_penalty != 1.0
@@ -226,13 +230,13 @@ class SamplingMetadata:
 
     @property
     def generates(self) -> bool:
-        """Whether the request wants tokens, not only its prompt computed."""
+        """Whether the request generates tokens: it has no pooling and is not ``prompt_only``."""
         return self.pooling is None and not self.params.prompt_only
 
     def token_id_fields(self) -> dict[str, Collection[int]]:
-        """Return the token ids that the caller's parameters name, by parameter.
+        """Return the token ids in the caller's parameters, by the name of the parameter.
 
-        Ids of ``stop_ids`` that the caller did not write (a model's own) are left out.
+        Stop tokens that the model itself adds to ``stop_ids`` are left out.
         """
         return {
             "logit_bias": self.params.logit_bias or (),
@@ -244,7 +248,8 @@ class SamplingMetadata:
     def cached(self, make: Callable[..., Made], *args: Hashable) -> Made:
         """Return ``make(self, *args)``, computed once and cached for the lifetime of the request.
 
-        Backends cache what they derive from the parameters. Called in the model thread.
+        Backends cache values that they derive from the parameters. Only the model thread may call
+        this.
         """
         key = (make, *args)
         try:
@@ -255,7 +260,7 @@ class SamplingMetadata:
 
 
 def beyond_vocabulary(param: str, ids: Collection[int], vocab_size: int) -> str | None:
-    """Return an error message for token ids outside a vocabulary; None if all are inside."""
+    """Return an error message if ``ids`` of a parameter exceed the vocabulary; otherwise None."""
     if not ids or (min(ids) >= 0 and max(ids) < vocab_size):
         return None
     wrong = min(ids) if min(ids) < 0 else max(ids)

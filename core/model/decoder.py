@@ -40,7 +40,7 @@ ModelPath: TypeAlias = Literal["own", "transformers"]
 
 
 class Decoder(Protocol):
-    """A model that turns token ids and KV pages into logits, either a target or a draft model.
+    """A model that computes logits from token ids and KV pages: a target or a draft model.
 
     ``path``: "own" if the backend's operations compute the layers, or "transformers" if
     transformers' modules do. ``exact``: whether a row's bits are the same in any batch. ``dtype``:
@@ -96,7 +96,7 @@ class Decoder(Protocol):
     def row_batch(
         self, rows: RowTable, *, device_tokens: DeviceTokens | None = None
     ) -> RaggedBatch:
-        """Lay out the requests of a step for this decoder's backend, where `rows_library` exists.
+        """Lay out the requests of a step for this decoder's backend; this needs `rows_library`.
 
         Raises ValueError for rows without a page.
         """
@@ -251,7 +251,7 @@ class OwnDecoder(PagedDecoder):
         self.exact = getattr(ops, "exact", "spec") != "off"
         self._compiled = ops.compile_forward(weights) if compiles else None
         self.ropes = tuple(
-            tuple(RopeTable(spec, part.heads.turned_dim, self.device) for spec in part.ropes)
+            tuple(RopeTable(spec, part.heads.rope_dim, self.device) for spec in part.ropes)
             for part in self.layout.parts
         )
 
@@ -278,7 +278,7 @@ class OwnDecoder(PagedDecoder):
         plans = self.plans(batch, pool)
         adapted = adapted_rows(batch) if batch.adapters else ()
         if self._compiled is None:
-            wanted.tell_started()
+            wanted.notify_started()
             ops = adapted_ops(self.ops, adapted, self.device)
             found = run_layers(
                 ops,

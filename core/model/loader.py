@@ -48,7 +48,7 @@ _RANDOM_FACTORS = {
     "down_proj.weight": 8.0,
     "conv1d.weight": 25.0,
     "conv.conv.weight": 25.0,
-    "A_log": 100.0,  # decays per token of about e**-0.01 to e**-10
+    "A_log": 100.0,  # states then decay by factors of about e**-0.01 to e**-10 per token
 }
 
 

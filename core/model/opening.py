@@ -1,7 +1,7 @@
 """Opening a model: from a path to its config and to the tensors of its files.
 
-Files give `Fields` and tensors (formats/); families make a config from `Fields` (families/).
-Neither knows the other: this module joins them.
+The file formats (formats/) yield `Fields` and tensors, and the families (families/) make a config
+from `Fields`. The two do not depend on each other; this module joins them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ModelLoadError
-from .description.config import BEHIND_THE_LAST, DecoderConfig, ExpertsSpec
+from .description.config import MTP_AFTER_LAST, DecoderConfig, ExpertsSpec
 from .description.fields import Fields, UnsupportedConfig, read_json
 from .description.tensors import EMBEDDING, LM_HEAD, Shape, layer_prefix
 from .families.hybrid import as_stored, tiled
@@ -81,7 +81,7 @@ def _gguf_config(file: GgufFile) -> DecoderConfig:
     config = parse_config(Fields(file.values, str(file.where)))
     # GGUF files store this layer after the last one, whatever other checkpoints do.
     if config.mtp is not None:
-        config = replace(config, mtp=BEHIND_THE_LAST)
+        config = replace(config, mtp=MTP_AFTER_LAST)
     if file.has_tiled_heads:
         config = tiled(config)
     if not file.divisors:
@@ -128,7 +128,7 @@ def _given(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _as_stored(config: DecoderConfig, checkpoint: SafetensorsCheckpoint) -> DecoderConfig:
-    """Return the config with facts from the files: the output matrix and the layout of experts.
+    """Return ``config`` adapted to the files: to their output matrix and layout of experts.
 
     Without a stored output matrix the embedding serves as one, if the config ties them or the class
     that was saved has no output matrix.
@@ -167,5 +167,5 @@ def _as_stacked(
         return spec
     turned = replace(spec, names=spec.names._replace(stacked="columns"))
     expected = Experts(config, prefix, turned).stacks
-    is_turned = all(shapes.get(tensor.name) == tensor.shape for tensor in expected)
-    return turned if is_turned else spec
+    is_transposed = all(shapes.get(tensor.name) == tensor.shape for tensor in expected)
+    return turned if is_transposed else spec

@@ -23,7 +23,7 @@ MODULES = "modules.json"
 OTHERS = "sentence-transformers and text-embeddings-inference serve such models"
 _MODE = "pooling_mode_"
 _LAST = "lasttoken"
-_GGUF_LAST = 3  # number of last-token pooling in llama.cpp
+_GGUF_LAST = 3  # value of the pooling type in llama.cpp that means the last token
 _GGUF_OTHERS = {1: "mean", 2: "cls"}
 _WHOLE = ("Transformer", "Normalize")  # modules without settings: vectors are always normalised
 

@@ -61,7 +61,7 @@ class ModelReport:
 
     # bytes of a copy of its matrices in 4 bits; None: not available
     rough_copy_bytes: int | None = None
-    max_model_len: int = 0  # tokens
+    max_model_len: int = 0  # context length in tokens
     dimensions: int = 0  # size of an embedding model's vectors; 0: not an embedding model
     images: str = ""  # description of the image tower, or why images are not served; "": no tower
     takes_images: bool = False
@@ -88,7 +88,7 @@ class ModelReport:
         return self.num_parameters * self.item_bytes(dtype)
 
     def item_bytes(self, dtype: str = "auto") -> int:
-        """Return the bytes of one computed number; float16 is computed in float32 on a CPU."""
+        """Return the size in bytes of an activation; on a CPU, float16 is computed in float32."""
         chosen = self.dtype if dtype == "auto" else dtype
         return 2 if chosen == "bfloat16" or dtype == "float16" else 4
 
@@ -99,7 +99,7 @@ class ModelReport:
 WEIGHT_BYTES: Mapping[str, float] = {"int8": 1.0, "int4": ROUGH_BYTES}
 """Bytes per weight for each value of ``--quantize``."""
 _LEAST_BYTES = {"int8": 1.0, "int4": 0.5}  # bytes per weight, without scales
-_CERTAIN = 0.8  # share of an estimate by parameter counts that is certain
+_CERTAIN = 0.8  # fraction of an estimate by parameter counts that is a lower bound
 
 
 def inspect_model(path: Path) -> ModelReport:

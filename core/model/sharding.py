@@ -1,8 +1,8 @@
 """Sharding: the shard of a model that one of several ranks computes (``--tp``, arXiv 1909.08053).
 
-A rank has some of the heads and some of the inner columns of each MLP. So it has rows of the
-matrices that produce these, and columns of the matrices that read them. The outputs of the latter
-are summed over the ranks.
+A rank has some of the heads and some of the inner columns of each MLP. So it has the rows of the
+matrices that produce them, and the columns of the matrices that read them. The outputs of the
+reading matrices are summed over the ranks.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def _shares_experts(config: DecoderConfig, comm: Comm, read: Read | None) -> boo
 
 
 def _uncut(read: Read, down: TensorSpec, comm: Comm) -> str:
-    """Return why the columns of an expert cannot be split; empty if they can."""
+    """Return why the ranks cannot share the columns of each expert; empty if they can."""
     weight = read(down.name)
     if isinstance(weight, Tensor):
         return ""
@@ -149,7 +149,7 @@ def _refused(why: str) -> InvalidRequest:
 
 
 def _counts(config: DecoderConfig) -> Iterator[tuple[str, int]]:
-    """Yield the name and count of everything that is divided among ranks."""
+    """Yield the name and the number of everything that is divided among ranks, such as heads."""
     for index, layer in enumerate(config.layers):
         heads = config.heads_of(index)
         yield "attention heads", heads.num_heads

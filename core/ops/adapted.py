@@ -1,4 +1,4 @@
-"""Operations of a pass with adapters: only `Ops.linear` differs from the backend's."""
+"""Operations of a pass with adapters: only `linear` differs from the backend's operations."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ AddUpdates: TypeAlias = Callable[[Tensor, Tensor, PackedLinear], None]
 
 
 def adapted_ops(ops: Ops, adapted: Sequence[AdaptedRows], device: torch.device) -> Ops:
-    """Return ``ops`` for one pass: their linears add each adapter's update to its rows."""
+    """Return operations like ``ops``, whose `linear` adds each adapter's update to its rows."""
     if not adapted:
         return ops
     parts = [(each.weights.parts, torch.from_numpy(each.rows).to(device)) for each in adapted]
@@ -31,12 +31,12 @@ def adapted_ops(ops: Ops, adapted: Sequence[AdaptedRows], device: torch.device) 
 
 
 def adding_ops(ops: Ops, add: AddUpdates) -> Ops:
-    """Return ``ops`` with an ``add`` that is called after every linear."""
+    """Return operations like ``ops``, whose `linear` calls ``add`` on its result."""
     return cast("Ops", _AddingOps(ops, add))
 
 
 class _AddingOps:
-    """A backend's operations, with ``add`` called on the result of each `linear`."""
+    """A backend's operations; `linear` calls ``add`` on its result."""
 
     def __init__(self, ops: Ops, add: AddUpdates) -> None:
         self._ops, self._add = ops, add

@@ -80,7 +80,7 @@ class LayersOutput(NamedTuple):
     """
 
     hidden: Tensor  # [T, hidden]: the final norm's output
-    logit_rows: Tensor | None = None  # [num_logits] or more; None: the batch's own
+    logit_rows: Tensor | None = None  # [num_logits] or more; None: use the batch's `logit_rows`
     logits: Tensor | None = None  # [num_logits, vocab] float32
     tokens: PendingTokens | None = None
     taps: Tensor | None = None  # [T, num_taps * hidden]
@@ -107,7 +107,7 @@ class RowPasses(Protocol):
 
 
 class CompiledForward(Protocol):
-    """All layers of one decoder in one call, with the same bits as its single operations."""
+    """All layers of one decoder in one call, with the same bits as one call per operation."""
 
     def __call__(
         self,
@@ -119,7 +119,7 @@ class CompiledForward(Protocol):
         """Compute token ids ``[T]`` and write their KV to the pool.
 
         ``plans``: one for each part of the pool. ``adapted``: rows that adapters change. Calls
-        `Wanted.tell_started`.
+        `Wanted.notify_started`.
         """
 
     def row_passes(
@@ -151,8 +151,8 @@ class Ops(Protocol):
     weight is loaded once. ``batch_device``: device on which a batch's tensors are made; None: the
     device of the weights. ``sampler``: chooses tokens from this backend's logits.
     ``stored_kinds``: kinds of quantised weights that `pack_linear` takes without conversion.
-    ``has_own_threads``: whether the backend has its own threads, which sleep while they wait;
-    torch's threads would spin beside them.
+    ``has_own_threads``: whether the backend has its own threads, which sleep while they wait.
+    torch's threads would spin and take time from them.
     """
 
     min_rows: int
@@ -163,11 +163,11 @@ class Ops(Protocol):
     has_own_threads: bool
 
     def unsuited(self, heads: HeadLayout) -> str:
-        """Return why these heads cannot be computed, or "" if they can."""
+        """Return why the backend cannot compute ``heads``, or "" if it can."""
 
     @property
     def identity(self) -> Mapping[str, str]:
-        """Versions and variants of the kernels. With others, results may differ in their bits.
+        """Versions and variants of the kernels; other versions may give results with other bits.
 
         Torch and the machine are not included: `machine_identity` has them.
         """
@@ -193,7 +193,7 @@ class Ops(Protocol):
         """Lay out an adapter's update for `add_lora`; ``dtype`` is the activations'."""
 
     def add_lora(self, out: Tensor, x: Tensor, rows: Tensor, lora: PackedLora) -> None:
-        """Add an update of some rows of ``x`` [T, in_features] to ``out`` [T, out_features].
+        """Add the update of ``rows`` of ``x`` [T, in_features] to ``out`` [T, out_features].
 
         ``rows`` [n] int64, ascending. A row's bits depend on that row alone.
         """
@@ -215,13 +215,13 @@ class Ops(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """Return the norm of ``(x + residual) * factor``, and that product.
 
-        Without a ``norm`` both are the product. The sum is rounded before the multiplication.
+        Without a ``norm``, returns the product twice. The sum is rounded before the multiplication.
         """
 
     def plan(
         self, batch: RaggedBatch, pool: KVPool, heads: HeadLayout, *ropes: Rope
     ) -> ForwardPlan:
-        """Prepare a forward pass over ``pool``. A layer's `Tables` are indices of ``ropes``."""
+        """Prepare a forward pass over ``pool``. `Tables` has indices of ``ropes``."""
 
     def rope_write(
         self,
@@ -296,7 +296,7 @@ class Ops(Protocol):
     ) -> Tensor:
         """Return the sum of the outputs of each row's experts, ``[T, hidden]``.
 
-        ``plan``: the pass that has these rows; rows beyond the plan's may be left without experts.
+        ``plan``: the pass that has the rows; padding rows outside its batch may get no experts.
         ``routed_by`` [T, hidden]: input of the router if it is not ``x``.
         """
 
@@ -325,5 +325,5 @@ def gated(x: Tensor, gate: Tensor) -> Tensor:
 
 
 def capped(scores: Tensor, cap: float | None) -> Tensor:
-    """Return ``cap * tanh(scores / cap)``, computed in place; without a cap, the scores."""
+    """Return ``cap * tanh(scores / cap)``, computed in place, or ``scores`` if ``cap`` is None."""
     return scores if cap is None else scores.div_(cap).tanh_().mul_(cap)

@@ -42,12 +42,12 @@ class Segment(msgspec.Struct, frozen=True, gc=False):
     page.
     """
 
-    token_ids: Sequence[int]  # lent, read only; slices of array('q') are the fastest
+    token_ids: Sequence[int]  # the caller's, only read; slices of array('q') are the fastest
     start: int
-    page_ids: array[int]  # lent, read only
+    page_ids: array[int]  # the caller's, only read
     num_logits: int
-    tail: Sequence[int] = ()  # lent, read only
-    extras: RowExtras | None = None  # states, adapters and positions that plain rows lack
+    tail: Sequence[int] = ()  # the caller's, only read
+    extras: RowExtras | None = None  # None: no recurrent state, adapter or positions for RoPE
 
     @property
     def stop(self) -> int:
@@ -57,11 +57,11 @@ class Segment(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeviceTokens:
-    """Tokens of a batch that only the device knows: an earlier pass is still choosing them.
+    """Tokens of a batch that only the device knows, because an earlier pass is still choosing them.
 
-    The host has a 0 in their place. ``words`` is the output of a `DeviceSampler` for that pass,
-    which only its backend reads. A word that holds an error instead of a token still yields some id
-    of the vocabulary; the results of such a row are meaningless.
+    In the batch's ``token_ids`` such a token is 0. ``words`` is the output of a `DeviceSampler` for
+    the earlier pass, which only the sampler's backend reads. A word that holds an error instead of
+    a token yields some id of the vocabulary; the results of that row are meaningless.
     """
 
     words: Tensor  # [num_words], on the device
@@ -71,32 +71,33 @@ class DeviceTokens:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SamplingPlan:
-    """Tokens that a batch's logits decide, for a backend that can choose them within the pass.
+    """Tokens to choose from a batch's logits, for a backend that can choose them within the pass.
 
-    Each of ``rows`` has consecutive rows of logits: the first decides the token after the row, each
-    further one the token after one more draft token. Draft ids are not needed: without edits by
-    logits processors the logits alone decide, and tokens of edited rows are not chosen within the
-    pass. ``draft_vocab``: the tokens that have logits, if not the whole vocabulary; the same in all
-    passes of a decoder.
+    Each request of ``rows`` has consecutive rows of logits: the last is for the token after its
+    draft, and each earlier one is for the token after one draft token fewer. The draft's ids are
+    not needed: the choice depends on the logits alone unless a logits processor edits them, and
+    tokens of edited rows are not chosen within the pass. ``draft_vocab``: the tokens that have
+    logits, if not the whole vocabulary; it is the same in all passes of a decoder.
     """
 
     rows: Sequence[DraftedRow]
-    counts: Sequence[int]  # [len(rows)] rows of logits of each; the sum is the batch's num_logits
-    num_best: int = 1  # tokens to choose from each row of logits; above 1 also their scores
+    counts: Sequence[int]  # [len(rows)] number of rows of logits per request
+    num_best: int = 1  # tokens to choose from each row of logits; if above 1, with scores
     draft_vocab: DraftVocab | None = None
 
 
 class Wanted(NamedTuple):
     """Outputs that a caller requests of a pass besides KV, hidden states and logits.
 
-    ``draws``: tokens that the logits decide. A `DeviceSampler`'s backend may choose them within the
-    pass; other backends ignore them. ``taps``: places where the residual stream is copied, each at
-    most once: 0 is the embedding, ``b`` is after ``b`` layers. The last is before the final norm.
-    ``on_kernels_started`` is called just before the kernels begin, or as soon as all of them are
-    queued on the device. ``inputs`` [rows of the batch, hidden]: a row whose token id is below 0
-    begins with its vector in place of an embedding; other vectors are not read. ``layer_vectors``
-    [n, rows of the batch, hidden], only on a CPU: added to the same rows after each of the first n
-    layers. ``hidden_alone``: no logits are computed.
+    ``draws``: tokens to choose from the logits. A `DeviceSampler`'s backend may choose them within
+    the pass; other backends ignore them. ``taps``: layer boundaries at which the residual stream is
+    copied, each at most once: 0 is the embedding, ``b`` is after ``b`` layers, and the last
+    boundary is before the final norm. ``on_kernels_started`` is called just before the kernels
+    begin, or as soon as all of them are queued on the device. ``inputs`` [rows of the batch,
+    hidden]: a row whose token id is below 0 begins with its vector of ``inputs`` instead of an
+    embedding; other vectors are not read. ``layer_vectors`` [n, rows of the batch, hidden], only on
+    a CPU: vectors added to the rows whose token id is below 0, after each of the first n layers.
+    ``hidden_alone``: compute no logits.
     """
 
     draws: SamplingPlan | None = None
@@ -106,7 +107,7 @@ class Wanted(NamedTuple):
     layer_vectors: Tensor | None = None
     hidden_alone: bool = False
 
-    def tell_started(self) -> None:
+    def notify_started(self) -> None:
         """Call ``on_kernels_started``, if there is one."""
         if self.on_kernels_started is not None:
             self.on_kernels_started()
@@ -120,7 +121,7 @@ class ForwardOutput(NamedTuple):
 
     hidden: Tensor  # [num_rows, hidden]: the final norm's output
     logits: Tensor  # [num_logits, vocab] float32
-    tokens: PendingTokens | None = None  # `Wanted.draws`, if the pass chose them
+    tokens: PendingTokens | None = None  # the tokens of `Wanted.draws`, if the pass chose them
     taps: Tensor | None = None  # [num_rows, num_taps * hidden] at `Wanted.taps`, in that order
 
     # Replaces ``tokens`` if a row has several tokens, or if they are from a `DraftVocab`.
@@ -133,17 +134,18 @@ class RaggedBatch:
 
     Host arrays describe the segments, tensors the rows. A batch never changes.
 
-    A row attends to the positions of its segment's pages and tail up to its own, counted from
-    ``starts``. RoPE rotates it by ``positions``: the same number, unless earlier KV of a segment
-    was dropped (`RowExtras.shift`). Then ``turned_until`` is the first position after all of them.
-    If a segment has ``turns``, positions are [3, num_rows]. If a segment has ``reaches``, the batch
-    has them for all rows; only some layers read them.
+    A row attends to the positions of its segment's pages and tail up to its own position, which is
+    counted from ``starts``. ``positions`` are the positions for RoPE. They are equal to the rows'
+    own positions unless earlier KV of a segment was dropped (`RowExtras.shift`); ``rope_until`` is
+    then the highest position for RoPE plus 1, else 0. If a segment has `RowExtras.rope_positions`,
+    ``positions`` is [3, num_rows]. If a segment has `RowExtras.reaches`, ``reaches`` has a number
+    for each row of the batch; only some layers read them.
     """
 
     token_ids: Tensor  # [num_rows] int64
     positions: Tensor  # [num_rows] int64
     slots: Tensor  # [num_rows] int64: page_id * page_size + offset in the page
-    logit_rows: Tensor  # [num_logits] rows with logits; the last is repeated up to min_rows
+    logit_rows: Tensor  # [num_logits] rows whose logits are computed; padded to min_rows
     num_logits: int
     page_size: int
     starts: IntArray  # [num_segments] position of the first row
@@ -154,14 +156,16 @@ class RaggedBatch:
     tail_lens: IntArray  # [num_segments]
     tails: IntArray  # [sum of tail_lens] slots, segment after segment
 
-    # Only a `DeviceSampler`'s backend has them; for others the host knows every token.
+    # Only for a backend with a `DeviceSampler`; with other backends the host knows every token.
     device_tokens: DeviceTokens | None = None
-    turned_until: int = 0
+    rope_until: int = 0
     states: BatchStates | None = None  # for models with recurrent layers
 
     # Each adapter once, with its rows [n], ascending; copies of a row are included.
     adapters: tuple[tuple[Adapter, IntArray], ...] = ()
-    reaches: IntArray | None = None  # [rows without the copies] first place that a row does not see
+
+    # [rows without the copies] first position that a row does not see
+    reaches: IntArray | None = None
 
     @property
     def num_rows(self) -> int:
@@ -174,9 +178,9 @@ class RaggedBatch:
         return self.starts + self.lens
 
     @cached_property
-    def turn_stop(self) -> int:
-        """First position after all those by which RoPE rotates."""
-        return max(self.turned_until, int(self.stops.max()))
+    def rope_stop(self) -> int:
+        """Number of positions that the RoPE tables must have."""
+        return max(self.rope_until, int(self.stops.max()))
 
     @cached_property
     def tail_from(self) -> IntArray:
@@ -225,8 +229,8 @@ def build_batch(
     ends = lens.cumsum()
     first_rows = ends - lens
     num_rows = int(ends[-1])
-    row_pages = page_counts.cumsum() - page_counts  # start of each row's pages
-    if num_rows == len(segments):  # plain decoding has one row a segment
+    row_pages = page_counts.cumsum() - page_counts  # index of each segment's first page in pages
+    if num_rows == len(segments):  # plain decoding has one row per segment
         positions = starts
         logit_rows = np.arange(num_rows) if wanted.all() else np.flatnonzero(wanted)
     else:
@@ -268,7 +272,7 @@ def build_batch(
     return replace(
         batch,
         positions=padded_rows(more.positions, min_rows, device),
-        turned_until=more.turned_until,
+        rope_until=more.rope_until,
         states=more.states,
         adapters=more.adapters,
         reaches=more.reaches,
@@ -276,10 +280,10 @@ def build_batch(
 
 
 def pass_states(batch: RaggedBatch, pool: StatePool | None) -> StatePool | None:
-    """Return ``pool`` after checking it against the batch's states; None if there are none.
+    """Return ``pool``, or None if neither the pool nor the batch has recurrent states.
 
-    Raises ValueError if only one of pool and states is there, or if a state is after its segment's
-    first row or so far before it that the log does not reach the row.
+    Raises ValueError if only one of the two has states, or if a segment's first row is before the
+    position of its state, or after it by more positions than a log holds.
     """
     if batch.states is None and pool is None:
         return None
@@ -294,7 +298,7 @@ def pass_states(batch: RaggedBatch, pool: StatePool | None) -> StatePool | None:
         index = int(wrong.any(axis=1).argmax())
         raise ValueError(
             f"the state in slot {batch.states.slots[index]} is at {at[index].tolist()} and cannot "
-            f"be advanced to position {batch.starts[index]}: its log does not reach it"
+            f"be advanced to position {batch.starts[index]} with its log"
         )
     return pool
 
@@ -313,7 +317,7 @@ def _shape(segments: Sequence[Segment]) -> tuple[IntArray, IntArray, IntArray]:
     if lens.min() < 1:
         raise ValueError("a segment has no tokens")
     if starts.min() < 0 or wanted.min() < 0 or (wanted > lens).any():
-        raise ValueError("a segment starts before 0, or wants more logits than it has rows")
+        raise ValueError("a segment starts before 0, or requests more logits than it has rows")
     return starts, lens, wanted
 
 

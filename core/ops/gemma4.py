@@ -1,4 +1,4 @@
-"""Gemma 4's additions to a Llama layer; `Gemma4Extras` describes them."""
+"""Parts of a Gemma 4 layer that a Llama layer lacks; `Gemma4Extras` describes them."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from torch import Tensor
 
 from .base import ForwardPlan, Ops
 from .parallel import summed
-from .weights import DecoderWeights, ExpertsBeside, Gemma4Extras, TokenInputWeights
+from .weights import DecoderWeights, Gemma4Extras, ParallelExperts, TokenInputWeights
 
 
 def token_inputs(
     ops: Ops, decoder: DecoderWeights, token_ids: Tensor, embedded: Tensor
 ) -> Sequence[Tensor | None]:
-    """Return each layer's inputs ``[T, width]`` for token ids ``[T]``; None: the layer has none.
+    """Return each layer's per-token inputs ``[T, width]``, each None without `TokenInputs`.
 
     ``embedded`` [T, hidden]: the tokens' rows of the embedding.
     """
@@ -39,11 +39,11 @@ def add_extras(
 ) -> tuple[Tensor, Tensor]:
     """Compute a layer's extras from the MLP's output ``x`` and the stream, both [T, hidden].
 
-    ``inputs`` [T, width]: the tokens' inputs of this layer, if it has a `token_input`. Returns the
-    summand still to be added to the stream, and the stream.
+    ``inputs`` [T, width]: the layer's per-token inputs, if it has a ``token_input``. Returns the
+    layer's last output, not yet added to the stream, and the stream.
     """
-    if extras.beside is not None:
-        x = _add_experts(ops, extras.beside, x, residual, plan)
+    if extras.experts is not None:
+        x = _add_experts(ops, extras.experts, x, residual, plan)
     x = ops.norm(x, extras.out_norm)
     if extras.token_input is None:
         return x, residual
@@ -53,17 +53,17 @@ def add_extras(
 
 
 def _add_experts(
-    ops: Ops, beside: ExpertsBeside, x: Tensor, residual: Tensor, plan: ForwardPlan
+    ops: Ops, parallel: ParallelExperts, x: Tensor, residual: Tensor, plan: ForwardPlan
 ) -> Tensor:
     """Return the sum of the MLP's output ``x`` and the experts' output, each normed first."""
-    read, routed_by = ops.norm(residual, beside.norm), ops.norm(residual, beside.router_norm)
-    mixed = summed(ops.experts(read, beside.experts, plan, routed_by), beside.experts.comm)
-    found = ops.norm(mixed, beside.out_norm)
-    return ops.add_norm(found, ops.norm(x, beside.mlp_out_norm), None)[0]
+    read, routed_by = ops.norm(residual, parallel.norm), ops.norm(residual, parallel.router_norm)
+    mixed = summed(ops.experts(read, parallel.experts, plan, routed_by), parallel.experts.comm)
+    found = ops.norm(mixed, parallel.out_norm)
+    return ops.add_norm(found, ops.norm(x, parallel.mlp_out_norm), None)[0]
 
 
 def _gate_input(ops: Ops, weights: TokenInputWeights, residual: Tensor, inputs: Tensor) -> Tensor:
-    """Return the summand for the residual stream: the tokens' inputs, gated by the stream."""
+    """Return the per-token inputs gated by the stream, to be added to the stream."""
     pair = torch.cat((ops.linear(residual, weights.gate), inputs), dim=1)
     found = ops.linear(ops.activate(pair, weights.activation), weights.out)
     return ops.norm(found, weights.out_norm)

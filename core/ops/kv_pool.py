@@ -16,9 +16,9 @@ from .machine.host_memory import MapBytes, map_zeros
 from .state_pool import StatePool
 
 # Blocks and offsets in them: the indices of the first two dimensions of vectors.
-Places: TypeAlias = tuple[Tensor | slice, Tensor | slice]
+VectorIndices: TypeAlias = tuple[Tensor | slice, Tensor | slice]
 _SCALE_BYTES = 4  # bytes of a float32 scale
-_LONGER = 1.05  # limit of a block's padded length, relative to its own
+_MAX_PADDED = 1.05  # a block may grow by this factor when it is padded
 
 
 class KVPool:
@@ -104,16 +104,16 @@ class KVPool:
         scales = blocks[:, scales_at : scales_at + self.page_size * _SCALE_BYTES]
         return vectors, scales.view(torch.float32)
 
-    def store(self, blocks: Tensor, at: Places, rows: Tensor) -> None:
-        """Write ``rows`` [.., head_dim] float32 to the places ``at`` of ``blocks``."""
+    def store(self, blocks: Tensor, at: VectorIndices, rows: Tensor) -> None:
+        """Write ``rows`` [.., head_dim] float32 to the vectors ``at`` of ``blocks``."""
         vectors, scales = self.split(blocks)
         if scales is None:
             vectors[at] = rows.to(vectors.dtype)
         else:
             vectors[at], scales[at] = encode(self.block.codec, rows)
 
-    def load(self, blocks: Tensor, at: Places, dtype: torch.dtype) -> Tensor:
-        """Return the vectors at the places ``at`` of ``blocks``, ``[.., head_dim]``."""
+    def load(self, blocks: Tensor, at: VectorIndices, dtype: torch.dtype) -> Tensor:
+        """Return the vectors ``at`` of ``blocks``, ``[.., head_dim]``."""
         vectors, scales = self.split(blocks)
         if scales is None:
             return vectors[at].to(dtype)
@@ -157,7 +157,8 @@ class KVPool:
         targets = torch.arange(first, first + kept.shape[2], device=pages.device)
         vectors, scales = self.split(self.blocks)
         shape = (self.num_blocks, self.num_kv_heads, kept.shape[2])
-        for layer in range(self.num_layers):  # a layer is gathered whole before it is written
+        # A layer's kept KV is gathered as a whole before any of it is written.
+        for layer in range(self.num_layers):
             own = layer * self.num_blocks * self.num_kv_heads
             block = torch.arange(own, own + shape[0] * shape[1], device=pages.device).view(
                 *shape[:2], 1
@@ -207,8 +208,8 @@ class KvShape(NamedTuple):
     num_blocks: int = 2
 
 
-class KvPlace(NamedTuple):
-    """Place of a layer's keys and values: index in `KVPool.parts`, and layer in that part."""
+class KvLayer(NamedTuple):
+    """Location of a layer's keys and values: index in `KVPool.parts`, layer in that part."""
 
     part: int
     layer: int
@@ -218,7 +219,7 @@ class _PartPool(KVPool):
     """The layers of one shape in a `MixedKVPool`; ``data`` spans the blocks of all shapes."""
 
     def __init__(self, whole: KVPool, shape: KvShape, block: BlockLayout, memory: Tensor) -> None:
-        """View ``memory``, which is as large as the whole pool and begins at the first layer."""
+        """View ``memory``, which is as large as the pool and begins at this part's first layer."""
         self.num_pages, self.page_size, self.dtype = whole.num_pages, whole.page_size, whole.dtype
         self.num_layers, self.num_kv_heads, self.head_dim, self.num_blocks = shape
         self.states = whole.states
@@ -254,7 +255,7 @@ class MixedKVPool(KVPool):
         blocks = _blocks(shapes, page_size, dtype, kv_dtype)
         items = page_items(shapes, blocks)
         size = num_pages * items
-        # The last page of a part that begins later ends after the last page of the first part.
+        # A part's view is as long as the pool and begins later, so it ends after the last page.
         memory = _fresh(size + items, blocks[0].dtype, device, map_bytes)
         self.data = memory[:size].view(num_pages, items)
         starts = accumulate(map(_layers_items, shapes, blocks), initial=0)
@@ -332,7 +333,7 @@ def _blocks(
     whole = [-(-block.num_items // least) * least for block in found]
     return [
         replace(block, num_items=items)
-        if block.scales_at and items < _LONGER * block.num_items
+        if block.scales_at and items < _MAX_PADDED * block.num_items
         else block
         for block, items in zip(found, whole, strict=True)
     ]

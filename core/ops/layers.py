@@ -35,8 +35,8 @@ def run_layers(
 ) -> LayersOutput:
     """Compute token ids ``[T]`` and write their KV to the pool.
 
-    ``plans``: one for each part of the pool. ``tapped`` [T, num_taps * hidden]: receives the taps;
-    None: a new tensor does. ``given``: `Wanted.inputs`. ``layer_vectors``: `Wanted.layer_vectors`.
+    ``plans``: one for each part of the pool. ``tapped`` [T, num_taps * hidden]: memory for taps;
+    None: new memory. ``given``: `Wanted.inputs`. ``layer_vectors``: `Wanted.layer_vectors`.
     """
     known_ids = token_ids if given is None else token_ids.clamp(min=0)
     residual = ops.embedding(known_ids, weights.embedding)
@@ -58,7 +58,7 @@ def run_layers(
     for index, next_norm in enumerate(following):
         layer = weights.layers[index]
         plan = plans[layer.part]
-        x, residual = _mix_and_think(ops, layer, x, residual, plan)
+        x, residual = _mixer_and_mlp(ops, layer, x, residual, plan)
         if layer.extras is not None:
             x, residual = add_extras(ops, layer.extras, x, residual, plan, inputs[index])
         if layer_vectors is not None and index < len(layer_vectors):
@@ -70,9 +70,10 @@ def run_layers(
 
 
 def join(ops: Ops, weights: JoinedInputs, embedded: Tensor, given: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the first mixer's input, ``[T, 2 * hidden]``, and the residual stream [T, hidden].
+    """Return the first mixer's input ``[T, 2 * hidden]`` and the first residual stream [T, hidden].
 
-    ``embedded`` and ``given`` are [T, hidden].
+    ``embedded`` [T, hidden]: token embeddings. ``given`` [T, hidden]: input vectors of the rows.
+    `JoinedInputs` defines the result.
     """
     normed = ops.norm(given, weights.given_norm)
     x = torch.cat((ops.norm(embedded, weights.embedding_norm), normed), dim=-1)
@@ -86,19 +87,19 @@ def _tap(tapped: Tensor | None, taps: Taps, boundary: int, residual: Tensor) -> 
         tapped[:, at * width : (at + 1) * width].copy_(residual)
 
 
-def _mix_and_think(
+def _mixer_and_mlp(
     ops: Ops, layer: LayerWeights, x: Tensor, residual: Tensor, plan: ForwardPlan
 ) -> tuple[Tensor, Tensor]:
     """Compute a layer's mixer and MLP from its normed input ``x`` and the residual stream.
 
-    Returns the last summand, not yet added to the stream, and the stream, both [T, hidden].
+    Returns the layer's last output, not yet added to the stream, and the stream, both [T, hidden].
     """
     mlp = layer.mlp
     if layer.mixer is not None:
-        beside = None if layer.beside is None else layer.beside.compute(ops, x, plan)
+        second = None if layer.second_mixer is None else layer.second_mixer.compute(ops, x, plan)
         mixed = layer.mixer.compute(ops, x, plan)
-        if beside is not None:
-            mixed, _ = ops.add_norm(beside, mixed, None)
+        if second is not None:
+            mixed, _ = ops.add_norm(second, mixed, None)
         if layer.mixer_out_norm is not None:
             mixed = ops.norm(mixed, layer.mixer_out_norm)
         if mlp is None:
@@ -123,7 +124,7 @@ def run_mlp(ops: Ops, x: Tensor, mlp: MlpWeights) -> Tensor:
 
 
 def linear_of_few(ops: Ops, x: Tensor, weight: PackedLinear) -> Tensor:
-    """Compute ``[.., in_features] -> [.., out_features]`` for one or more rows."""
+    """Compute ``[.., in_features] -> [.., out_features]``; pad the rows to `Ops.min_rows`."""
     rows = x.reshape(-1, x.shape[-1])
     count = len(rows)
     if count < ops.min_rows:
@@ -133,7 +134,7 @@ def linear_of_few(ops: Ops, x: Tensor, weight: PackedLinear) -> Tensor:
 
 
 def write_kv(ops: Ops, layer: LayerWeights, x: Tensor, plan: ForwardPlan) -> None:
-    """Write a layer's keys and values for rows ``[T, hidden]`` of the stream; compute no output."""
+    """Write a layer's keys and values of rows ``[T, hidden]`` of the stream; compute no output."""
     assert layer.mixer is not None, "only attention has keys and values"
     x = x if layer.mixer_norm is None else ops.norm(x, layer.mixer_norm)
     layer.mixer.write_kv(ops, x, plan)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 LOOPBACK = "127.0.0.1"
-MEETING = timedelta(seconds=120)  # timeout for the ranks to meet, and for sums before the start
+CONNECT_TIMEOUT = timedelta(seconds=120)  # for connecting the ranks, and for sums before the start
 SHARED_ITEMS = 2**19  # items from which each rank adds up only its share of a sum (measured)
 _NEVER = timedelta(days=365)
 
@@ -43,14 +43,14 @@ class GlooComm:
     """`Comm` of processes on one CPU, by gloo over the loopback interface."""
 
     def __init__(self, folder: Path, rank: int, size: int) -> None:
-        """Meet the other ranks. Blocks until all of them have connected.
+        """Connect to the other ranks. Blocks until all of them have connected.
 
         Raises `RankLost` if a rank does not connect within two minutes, or if gloo cannot open its
         sockets. Rank 0's sums have the same timeout until `wait_in_sums`; the other ranks' sums
         wait without a limit, because these processes end with rank 0.
 
         ``folder``: an empty folder that all ranks see; with it no port listens. The process group
-        belongs to this object; torch's default group is left to the program.
+        belongs to this object and is not torch's default group.
         """
         # Imported here because a process without other ranks does not need it.
         from torch import distributed
@@ -58,7 +58,7 @@ class GlooComm:
         self.rank, self.size = rank, size
         gloo: Any = distributed.ProcessGroupGloo  # only the untyped members accept an address
         options = gloo._Options()
-        options._timeout, options._threads = MEETING, 1
+        options._timeout, options._threads = CONNECT_TIMEOUT, 1
         try:
             options._devices = [gloo.create_device(hostname=LOOPBACK)]
         except RuntimeError as failure:

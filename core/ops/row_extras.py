@@ -19,9 +19,9 @@ _Ints: TypeAlias = NDArray[np.int64]
 class SegmentState(msgspec.Struct, frozen=True, gc=False):
     """Indices of a segment's recurrent state and log in the `StatePool`.
 
-    Positions below ``final_stop`` are final, later rows are drafts: at most `DRAFT_ROOM`, in a
-    chain. ``keeps``: page ends from the segment's start to ``final_stop``, ascending, each with the
-    slot to which the state at the position is written.
+    Rows at positions below ``final_stop`` are final. Later rows are draft tokens in a chain, at
+    most `DRAFT_ROOM`. ``keeps``: ascending page ends between the segment's start and
+    ``final_stop``, each with the slot to which the state at that position is written.
     """
 
     slot: int
@@ -34,20 +34,20 @@ class RowExtras(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Data of a segment's rows besides tokens and pages.
 
     ``state``: for models with recurrent layers. ``adapter``: changes the weights of the rows.
-    ``turns``: [3, rows] positions (time, height, width) by which RoPE rotates the rows; None: the
-    rows' own positions.
+    ``rope_positions``: [3, rows] positions for RoPE (time, height, width); None: the positions of
+    the rows.
 
     ``shift``: number of earlier tokens whose KV was dropped. All positions count only the tokens
     that are left; RoPE alone uses a row's true position, which is ``shift`` higher.
 
     ``reaches``: [rows] first position that each row does not see, in layers whose rows may see
-    later rows: above the row's own position, at most the segment's stop, never decreasing. None:
-    the position after the row.
+    later rows. A reach is above the row's own position and at most the segment's stop; reaches
+    never decrease. None: a row sees no later row.
     """
 
     state: SegmentState | None = None
     adapter: Adapter | None = None
-    turns: _Ints | None = None
+    rope_positions: _Ints | None = None
     shift: int = 0
     reaches: _Ints | None = None
 
@@ -69,8 +69,8 @@ class BatchStates:
 class BatchExtras(NamedTuple):
     """The extras of all segments; see `RaggedBatch`."""
 
-    positions: _Ints  # [num_rows], or [3, num_rows] where a segment has ``turns``
-    turned_until: int
+    positions: _Ints  # [num_rows], or [3, num_rows] if a segment has ``rope_positions``
+    rope_until: int
     states: BatchStates | None
     adapters: tuple[tuple[Adapter, _Ints], ...]
     reaches: _Ints | None
@@ -102,10 +102,10 @@ def batch_extras(
     Raises ValueError for states that segments share or lack, and for invalid reaches.
     """
     extras = [NO_EXTRAS if each is None else each for each in given]
-    shifted, turned_until = _shifted(extras, positions, lens)
+    shifted, rope_until = _shifted(extras, positions, lens)
     return BatchExtras(
-        positions=_turns(extras, shifted, lens),
-        turned_until=turned_until,
+        positions=_rope_positions(extras, shifted, lens),
+        rope_until=rope_until,
         states=_states(extras, starts, lens, page_size),
         adapters=_adapters(extras, lens, num_rows),
         reaches=_reaches(extras, starts, lens),
@@ -113,9 +113,9 @@ def batch_extras(
 
 
 def _shifted(extras: Sequence[RowExtras], positions: _Ints, lens: _Ints) -> tuple[_Ints, int]:
-    """Return positions [num_rows] plus the segments' shifts, and the first position after all.
+    """Return positions [num_rows] plus the segments' shifts, and the highest position plus 1.
 
-    The latter is 0 if no segment has a shift.
+    The second number is 0 if no segment has a shift.
     """
     shifts = np.array([each.shift for each in extras], dtype=np.int64)
     if not shifts.any():
@@ -124,14 +124,14 @@ def _shifted(extras: Sequence[RowExtras], positions: _Ints, lens: _Ints) -> tupl
     return shifted, int(shifted.max()) + 1
 
 
-def _turns(extras: Sequence[RowExtras], positions: _Ints, lens: _Ints) -> _Ints:
-    """Return RoPE's positions [num_rows], or [3, num_rows] if a segment has ``turns``."""
-    if all(each.turns is None for each in extras):
+def _rope_positions(extras: Sequence[RowExtras], positions: _Ints, lens: _Ints) -> _Ints:
+    """Return positions for RoPE, [3, num_rows] if a segment has three per row, else [num_rows]."""
+    if all(each.rope_positions is None for each in extras):
         return positions
     found, first = np.stack([positions] * 3), 0
     for each, count in zip(extras, lens.tolist(), strict=True):
-        if each.turns is not None:
-            found[:, first : first + count] = each.turns
+        if each.rope_positions is not None:
+            found[:, first : first + count] = each.rope_positions
         first += count
     return found
 
@@ -189,7 +189,7 @@ def _adapters(
 ) -> tuple[tuple[Adapter, _Ints], ...]:
     """Return each adapter with its rows; ``num_rows`` includes the copies of the last row."""
     ends = lens.cumsum()
-    stops = [*ends[:-1].tolist(), num_rows]  # copies of the last row write the same KV
+    stops = [*ends[:-1].tolist(), num_rows]  # the last row's copies must have its adapter
     found: dict[Adapter, list[_Ints]] = {}
     for each, first, stop in zip(extras, (ends - lens).tolist(), stops, strict=True):
         if each.adapter is not None:

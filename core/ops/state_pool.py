@@ -28,7 +28,7 @@ from .machine.host_memory import map_zeros
 DRAFT_ROOM = 32
 """Greatest number of draft rows of a segment: positions of a log besides a page's."""
 STATE_PAGE_SIZES = (16, 32, 64)
-_ALIGNMENT = 64  # bytes to whose multiples fields are aligned
+_ALIGNMENT = 64  # bytes: each field starts at a multiple of it
 
 
 TensorKind: TypeAlias = tuple[tuple[int, ...], torch.dtype]
@@ -181,8 +181,8 @@ class StatePool:
         self.slots[target].copy_(self.slots[source])
         self.at[target] = self.at[source]
 
-    def stand_in(self, slot: int, log: int, position: int) -> None:  # noqa: ARG002
-        """Set the state's position for timing a pass from ``position``; contents are arbitrary."""
+    def set_position(self, slot: int, log: int, position: int) -> None:  # noqa: ARG002
+        """Set a state's position for a timed pass from ``position``; the state is arbitrary."""
         self.at[slot] = position // self.page_size * self.page_size
 
     def reset(self, slot: int) -> None:

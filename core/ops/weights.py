@@ -1,6 +1,6 @@
 """Weights of a decoder in a backend's layout, and the shapes of its layers.
 
-The classes describe each computation; `Ops` (base.py) does it.
+The docstrings of the classes define the computations; `Ops` (base.py) performs them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class PackedLinear:
 
     weight: Tensor
     bias: Tensor | None
-    packed: bool  # whether the layout is the backend's own, not plain
+    packed: bool  # whether the layout is the backend's own; else it is a plain matrix
 
     @property
     def num_weights(self) -> int:
@@ -90,14 +90,14 @@ class Norm:
 class HeadNorm:
     """RMS norm of queries and keys before RoPE, or after it; ``weight`` has one row per head.
 
-    ``whole``: one mean is taken over all query heads of a row and one over all key heads; only
-    before RoPE.
+    ``whole``: whether one mean is taken over all query heads of a row and one over all key heads,
+    not one per head; only for a norm before RoPE.
     """
 
     weight: Tensor  # [num_heads + num_kv_heads, head_dim] float32
     eps: float
     whole: bool = False
-    is_behind: bool = False
+    is_after_rope: bool = False
 
 
 class Activation(NamedTuple):
@@ -132,7 +132,7 @@ class HeadLayout:
     """Heads in a row of packed QKV: queries, then keys, then values.
 
     With a ``rank`` (latent attention) there are no separate values: the first ``rank`` items of a
-    key are also its value, and RoPE turns only the other items of keys and queries.
+    key are also its value, and RoPE rotates only the other items of keys and queries.
     """
 
     num_heads: int
@@ -158,8 +158,8 @@ class HeadLayout:
         return self.rank or self.head_dim
 
     @property
-    def turned_dim(self) -> int:
-        """Number of items of a query or key that RoPE's tables cover: the last ones."""
+    def rope_dim(self) -> int:
+        """Number of items at the end of a query or key that RoPE rotates."""
         return self.head_dim - self.rank
 
 
@@ -167,7 +167,7 @@ class HeadLayout:
 class MlpWeights:
     """An MLP, with gate and up packed into one matrix; without a gate the matrix is up alone.
 
-    ``comm``: present if each rank has a part of the MLP; ``down`` then yields a summand.
+    ``comm``: present if each rank has a part of the MLP; the ranks' outputs are then summed.
     """
 
     gate_up: PackedLinear
@@ -184,11 +184,12 @@ class MlpWeights:
 class Routing(NamedTuple):
     """Choice of experts by the logits of a router, and their weights.
 
-    A score is a softmax over all experts or a sigmoid; with ``of_chosen`` the ``top_k`` best logits
-    are chosen and scored among themselves. With ``num_groups`` above 1 neighbouring experts form
-    that many groups, and only the ``kept_groups`` best groups are eligible, ranked by their best
-    score or the sum of their two best (arXiv 2412.19437, section 2.1.2). Weights are the scores of
-    the chosen experts times ``factor``, divided by their sum plus ``renorm`` unless that is None.
+    A score is a softmax over all experts or a sigmoid. With ``of_chosen`` the experts with the
+    ``top_k`` best logits are chosen, and the scores are computed over these experts only. With
+    ``num_groups`` above 1, neighbouring experts form groups of equal size, and only the experts of
+    the ``kept_groups`` best groups are eligible. A group is ranked by its best score or by the sum
+    of its two best (arXiv 2412.19437, section 2.1.2). Weights are the scores of the chosen experts
+    times ``factor``, divided by the sum of the chosen scores plus ``renorm`` unless that is None.
     """
 
     top_k: int
@@ -229,10 +230,11 @@ class ExpertWeights:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ExpertsBeside:
-    """A mixture of experts beside an MLP; both read the stream, each through its own norm.
+class ParallelExperts:
+    """A mixture of experts in a layer that also has an MLP (Gemma 4).
 
-    The outputs of MLP and experts are normed separately and added up (Gemma 4).
+    MLP and experts read the residual stream, each through its own norm. Their outputs are normed
+    separately and added up.
     """
 
     experts: ExpertWeights
@@ -246,8 +248,8 @@ class ExpertsBeside:
 class TokenInputWeights:
     """Weights that add a layer's per-token input to the stream after the MLP (Gemma 4).
 
-    The activated gate, computed from the stream, is multiplied by the input and goes through
-    ``out``.
+    ``gate`` is applied to the stream. The activation of its output is multiplied by the per-token
+    input, and ``out`` is applied to the product.
     """
 
     gate: PackedLinear  # [width, hidden]
@@ -258,7 +260,7 @@ class TokenInputWeights:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenInputs:
-    """Weights that make the per-token inputs of all layers: ``[T, num_layers * width]``.
+    """Weights that compute the per-token inputs of all layers, ``[T, num_layers * width]``.
 
     Each layer's part of a projection of the embedding is normed, added to the token's row of a
     second table, and multiplied by ``factor``.
@@ -272,33 +274,33 @@ class TokenInputs:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Gemma4Extras:
-    """Parts of a Gemma 4 layer that Llama's lacks; gemma4.py computes them.
+    """Parts of a Gemma 4 layer that a Llama layer lacks; gemma4.py computes them.
 
     ``out_norm``: norm of the sum of MLP and experts, in place of `LayerWeights.mlp_out_norm`.
     """
 
     out_norm: Norm
-    beside: ExpertsBeside | None = None
+    experts: ParallelExperts | None = None
     token_input: TokenInputWeights | None = None
 
     @property
     def linears(self) -> tuple[PackedLinear, ...]:
         """Every packed matrix that may be quantised."""
-        beside = () if self.beside is None else self.beside.experts.linears
+        experts = () if self.experts is None else self.experts.experts.linears
         added = () if self.token_input is None else (self.token_input.gate, self.token_input.out)
-        return (*beside, *added)
+        return (*experts, *added)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerWeights:
-    """One layer: a mixer of a sequence's rows, then an MLP, and deviations from this.
+    """One layer: a mixer of a sequence's rows, then an MLP, with optional parts.
 
-    Without its norm the mixer or the MLP reads the residual stream itself. ``mixer_out_norm`` and
-    ``mlp_out_norm`` norm an output before it is added to the stream. ``is_parallel``: the MLP has
-    the mixer's input. A layer may have only a mixer or only an MLP, which then has the mixer's
-    input. ``beside``: a second mixer with the same input; both outputs are added up. ``factors``
-    multiply the stream after the mixer and after the MLP. ``norms_stream``: what a norm of the
-    stream returns is also the stream that the next output is added to.
+    If ``mixer_norm`` or ``mlp_norm`` is None, the mixer or the MLP reads the residual stream
+    itself. ``mixer_out_norm`` and ``mlp_out_norm`` norm an output before it is added to the stream.
+    ``is_parallel``: the MLP has the mixer's input. A layer may have only a mixer or only an MLP; an
+    MLP alone reads the stream through ``mixer_norm``. ``second_mixer`` has the mixer's input, and
+    both outputs are added up. ``factors`` multiply the stream after the mixer and after the MLP.
+    ``norms_stream``: the output of each norm of the stream replaces the stream.
     """
 
     mixer_norm: Norm | None
@@ -309,20 +311,20 @@ class LayerWeights:
     mlp_out_norm: Norm | None = None
     is_parallel: bool = False
     extras: Gemma4Extras | None = None
-    beside: MixerWeights | None = None
+    second_mixer: MixerWeights | None = None
     factors: tuple[float, float] = (1.0, 1.0)
     norms_stream: bool = False
 
     @property
     def mixers(self) -> tuple[MixerWeights, ...]:
         """All mixers of the layer, attention first."""
-        return tuple(each for each in (self.mixer, self.beside) if each is not None)
+        return tuple(each for each in (self.mixer, self.second_mixer) if each is not None)
 
     @property
     def part(self) -> int:
-        """Index of the pool's part, and of its plan, that the layer uses."""
-        place = None if self.mixer is None else self.mixer.kv_place
-        return 0 if place is None else place.part
+        """Index in `KVPool.parts`, and in a pass's plans, that the layer uses."""
+        kv = None if self.mixer is None else self.mixer.kv_layer
+        return 0 if kv is None else kv.part
 
     @property
     def linears(self) -> tuple[PackedLinear, ...]:
@@ -333,10 +335,11 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class JoinedInputs:
-    """Norms that join a row's token embedding and the vector given for it.
+    """Norms for a decoder that reads a token embedding and an input vector for each row.
 
-    The first layer's mixer reads both, normed, side by side; the residual stream begins with the
-    given vector or with its norm (EAGLE-3, arXiv 2503.01840).
+    The first layer's mixer reads the normed embedding and the normed vector side by side. The
+    residual stream begins with the vector or, if ``norms_residual``, with its norm (EAGLE-3,
+    arXiv 2503.01840).
     """
 
     embedding_norm: Norm

@@ -1,1 +1,1 @@
-"""Options of an engine and of a request: declaration and checks of their fields."""
+"""Options of an engine and of a request: declarations and checks of their fields."""

@@ -1,6 +1,6 @@
-"""Checks of options: the engine's (`EngineConfig`) and a request's (`TokenSamplingParams`).
+"""Checks of the options of an engine (`EngineConfig`) and of a request (`TokenSamplingParams`).
 
-Each raises `InvalidRequest` naming the field.
+Each check raises `InvalidRequest`, which names the field.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..errors import InvalidRequest, shown
 
 MAX_INT = 2**31 - 1
 MAX_PORT = 65535
-ENDLESS = 2**40  # errors do not name an upper bound from here on
+ENDLESS = 2**40  # errors do not mention an upper bound of at least this number
 
 # Checked where a message of another process is decoded, not where an object is constructed.
 TokenId = Annotated[int, Meta(ge=0, le=MAX_INT)]
@@ -29,7 +29,7 @@ CheckNumber = Callable[[str, object, float, float], None]
 
 
 class Bound(NamedTuple):
-    """Range of a number."""
+    """Allowed range of a numeric field."""
 
     name: str
     check: CheckNumber
@@ -41,13 +41,13 @@ class Bound(NamedTuple):
 def with_defaults(
     owner: type, bounds: Iterable[tuple[str, CheckNumber, float, float]]
 ) -> tuple[Bound, ...]:
-    """Return ``bounds`` of fields of a dataclass, each with the default of its field."""
+    """Return a `Bound` for each of ``bounds``, with the default of the dataclass's field."""
     defaults = {each.name: each.default for each in fields(owner)}
     return tuple(Bound(*bound, defaults[bound[0]]) for bound in bounds)
 
 
 def check_bounds(params: object, bounds: Iterable[Bound]) -> None:
-    """Raise `InvalidRequest` for a field outside its bounds; defaults are within them."""
+    """Raise `InvalidRequest` for a field outside its bounds; default values are not checked."""
     for name, check, low, high, default in bounds:
         value = getattr(params, name)
         if value is not default:
@@ -55,13 +55,13 @@ def check_bounds(params: object, bounds: Iterable[Bound]) -> None:
 
 
 def require(holds: bool, param: str, message: str) -> None:
-    """Raise `InvalidRequest` naming ``param`` unless the condition holds."""
+    """Raise `InvalidRequest`, which names ``param``, unless the condition holds."""
     if not holds:
         raise InvalidRequest(f"{param} {message}", param=param)
 
 
 def as_tuple(param: str, values: Sequence[object]) -> tuple[object, ...]:
-    """Return a list's items as a tuple. Raises `InvalidRequest` for another type."""
+    """Return the items of a list or tuple as a tuple. Raises `InvalidRequest` for another type."""
     require(not isinstance(values, (str, bytes)), param, "must be a list")
     try:
         return tuple(values)
@@ -89,7 +89,7 @@ def check_number(param: str, value: object, low: float, high: float) -> None:
 
 
 def tcp_port(param: str, address: str) -> int:
-    """Return the port of an address such as tcp://127.0.0.1:5557; 0 stands for any free one.
+    """Return the port of an address such as tcp://127.0.0.1:5557; 0 stands for any free port.
 
     Raises `InvalidRequest` for any other text.
     """

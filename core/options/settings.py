@@ -17,8 +17,9 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 from ..errors import InvalidRequest, shown
 
 T = TypeVar("T")
-HIGHEST = 2**40  # upper limit of a number without a limit of its own
+HIGHEST = 2**40  # upper limit of a number for which no limit is declared
 SIZE = "SIZE"  # metavar of a number of bytes, which may have a unit
+SECONDS = "S"  # metavar of a time in seconds
 _UNITS = {
     "": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12,
     "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40,
@@ -50,21 +51,21 @@ class Setting:
 
     @property
     def flag(self) -> str:
-        """Flag text: ``--max-running`` for ``max_running``."""
+        """The flag as it is written: ``--max-running`` for the name ``max_running``."""
         return f"--{self.name.replace('_', '-')}"
 
     @property
     def is_switch(self) -> bool:
-        """Whether its flag has no value."""
+        """Whether the setting's flag has no value."""
         return bool in self.kinds
 
     @property
     def is_list(self) -> bool:
-        """Whether its flag may be repeated."""
+        """Whether the setting's flag may be repeated."""
         return list in self.kinds
 
     def read(self, text: str) -> Any:  # noqa: ANN401 - of one of `kinds`
-        """Return the value of a text from the command line or the environment.
+        """Convert a text from the command line or the environment to a value.
 
         Raises `ValueError`, which says what the value must be.
         """
@@ -85,7 +86,7 @@ class Setting:
         return self.convert(text)
 
     def convert(self, value: object) -> Any:  # noqa: ANN401 - of one of `kinds`
-        """Return the value of an item from a file.
+        """Convert an item of a file to a value.
 
         Raises `ValueError`, which says what the value must be.
         """
@@ -103,7 +104,7 @@ class Setting:
         self._check_kind(value)
         if isinstance(value, str) or not isinstance(value, int | float):
             return
-        if not value >= self.least:  # also false for NaN
+        if not value >= self.least:  # refuses NaN, too
             raise ValueError(f"must be at least {self.least:.12g}{self._not(value)}")
         if value > self.most:
             raise ValueError(f"must be at most {self.most:.12g}{self._not(value)}")
@@ -136,7 +137,7 @@ class Setting:
         return f"{texts} or {name}" if self.kinds & {int, float} else f"one of {texts}"
 
     def _switched(self, value: bool) -> bool:
-        """Return the value of a field whose flag has ``value``: negated if the default is True."""
+        """Return the field's value if its flag has ``value``: negated if the default is True."""
         return value != (self.default is True)
 
     def _not(self, value: object) -> str:
@@ -214,7 +215,7 @@ def _kind(part: Any) -> type:  # noqa: ANN401 - an annotation
 
 
 def check_settings(owner: object) -> None:
-    """Raise `InvalidRequest` naming the first invalid setting of a dataclass."""
+    """Raise `InvalidRequest` for the first invalid setting of a dataclass, which it names."""
     for each in settings_of(type(owner)).values():
         try:
             each.check(getattr(owner, each.field))
@@ -223,7 +224,7 @@ def check_settings(owner: object) -> None:
 
 
 def parse_size(text: str | int) -> int:
-    """Return the bytes of a size such as 4GiB, 512MB or 1000000. Raises `ValueError`."""
+    """Return the number of bytes of a size such as 4GiB, 512MB or 1000000. Raises `ValueError`."""
     if isinstance(text, int) and not isinstance(text, bool) and text > 0:
         return text
     found = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,6})?)\s*([KMGT]I?)?B?\s*", str(text).upper())

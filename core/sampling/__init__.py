@@ -1,1 +1,1 @@
-"""Sampling: logits processors, truncation, noise, and the one verifier."""
+"""Sampling: logits processors, truncation, noise, and the verifier of drafts."""

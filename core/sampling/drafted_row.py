@@ -15,11 +15,11 @@ from .encoded import EncodedSampling
 class DraftedRow(msgspec.Struct, frozen=True, dict=True):
     """A request's tokens so far, its prompt included, and a draft of its next tokens.
 
-    To verify the draft, a sampler has logits after ``tokens`` and after each node; with ``parents``
-    the draft is a tree, as `core.interface.draft.Draft` describes it. To sample a token, it has one
-    row of logits, after the whole draft, which is then a chain (`at`). ``tokens`` is the request's
-    own array, not a copy. ``num_ahead``: number of tokens between ``tokens`` and the draft that
-    only the device knows.
+    To verify the draft, a sampler needs one row of logits after ``tokens`` and one after each node.
+    With ``parents`` the draft is a tree, as `core.interface.draft.Draft` describes it. To sample
+    one token, a sampler needs one row of logits, after the whole draft, which is then a chain
+    (`at`). ``tokens`` is the request's own array, not a copy. ``num_ahead``: number of tokens
+    between ``tokens`` and the draft that the host does not know yet.
     """
 
     tokens: array[int]
@@ -41,7 +41,7 @@ class DraftedRow(msgspec.Struct, frozen=True, dict=True):
         return DraftedRow(self.tokens, self.sampling, tail, (), self.num_ahead)
 
     def tail(self, node: int) -> Sequence[int]:
-        """Return the draft tokens on the path down to ``node``, inclusive; empty for -1."""
+        """Return the draft tokens on the path to ``node``, inclusive; empty for -1."""
         if not self.parents:
             return self.draft[: node + 1]
         tail = []
@@ -51,7 +51,7 @@ class DraftedRow(msgspec.Struct, frozen=True, dict=True):
         return tail[::-1]
 
     def child(self, node: int, token_id: int) -> int | None:
-        """Return the child of ``node`` with this token, or None. O(1).
+        """Return the child of ``node`` that has ``token_id``; None if no child has it. O(1).
 
         ``node`` -1 is the parent of the first level.
         """
@@ -62,12 +62,12 @@ class DraftedRow(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def _children(self) -> dict[tuple[int, int], int]:
-        """Nodes of a tree by (parent, token); the first of equal siblings counts."""
+        """Nodes of the tree by (parent, token); of equal siblings, the first one."""
         keys = list(zip(self.parents, self.draft, strict=True))
         return {keys[node]: node for node in reversed(range(len(keys)))}
 
     def follow(self, token_ids: Sequence[int]) -> tuple[int, ...]:
-        """Return the path of nodes that the target's ``token_ids`` follow."""
+        """Return the nodes, from the first level on, that match the target's ``token_ids``."""
         if not self.parents:
             length = 0
             for token_id, drafted in zip(token_ids, self.draft, strict=False):
@@ -95,14 +95,14 @@ class DraftedRow(msgspec.Struct, frozen=True, dict=True):
         return self.sampling.cached(EncodedSampling, vocab_size)
 
     def is_edited(self, vocab_size: int) -> bool:
-        """Whether `apply_processors` has anything to do for this row."""
+        """Whether `apply_processors` changes or refuses the logits of this row."""
         return self.position < self.encoded(vocab_size).edited_until
 
     def ending(self, length: int) -> tuple[int, ...]:
-        """Return the last ``length`` tokens of the path, or all of a shorter path."""
+        """Return the last ``length`` of the tokens and draft, or all tokens if they are fewer."""
         recent = (*self.tokens[-length:], *self.draft) if length else ()
         return recent[max(0, len(recent) - length) :]
 
     def banned_by_words(self, words: Sequence[tuple[int, ...]]) -> list[int]:
-        """Return the last token of each word whose other tokens are at the end of the path."""
+        """Return the last token of each word whose other tokens end ``tokens`` plus the draft."""
         return [word[-1] for word in words if self.ending(len(word) - 1) == word[:-1]]

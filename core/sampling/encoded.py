@@ -1,8 +1,8 @@
 """EncodedSampling: one request's sampling parameters, as torch, C and Triton read them.
 
-Each parameter is encoded here once, as a field of a record. The torch oracle reads the fields by
+Each parameter is encoded here once, as a field of a record. The torch sampler reads the fields by
 name. The C kernels read the record in place (``ft_sampling`` of row.h has the same fields in the
-same order). Triton's kernels read a copy of the first fields in each `PLACE`.
+same order). Triton's kernels read a copy of the record's first fields in each `PLACE`.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ tokens, from the tokens that min-p keeps, or from the tokens that top-k, top-p a
 
 _LEAST_TEMPERATURE = 1e-30  # A smaller temperature would be 0 in float32.
 
-Fields: TypeAlias = Mapping[str, Any]  # a record's numbers by name
-Mask: TypeAlias = NDArray[np.bool_]  # [vocab] true where a token is allowed
+Fields: TypeAlias = Mapping[str, Any]  # the numbers of a record by the names of its fields
+Mask: TypeAlias = NDArray[np.bool_]  # [vocab], true for each allowed token
 
-_DRAW = [  # name, format, and the attribute of `EncodedSampling`
+_DRAW = [  # name and format of a field, and the attribute of `EncodedSampling` with its value
     ("noise_start", "u8", "_noise_start"),  # `stream_start` of the seed
     ("kind", "i8", "kind"),
-    ("temperature", "f8", "_temperature"),  # temperature of a request that draws
-    ("min_p_logit", "f8", "_min_p_logit"),  # least scaled logit, where the best is 0; -inf: off
+    ("temperature", "f8", "_temperature"),  # not used by greedy requests
+    ("min_p_logit", "f8", "_min_p_logit"),  # minimum, if the best scaled logit is 0; -inf: off
     ("top_k", "i8", "_top_k"),  # 0: off
     ("top_p", "f8", "_params.top_p"),  # 1: off
 ]
@@ -53,7 +53,7 @@ _EDITS = [
     ("frequency_penalty", "f4", "_params.frequency_penalty"),
     ("presence_penalty", "f4", "_params.presence_penalty"),
 ]
-_LISTS = [  # Each list is an address and a count; see `_lent`.
+_LISTS = [  # Each list has two fields: its address and its number of items; see `_lent`.
     field
     for name in ("biased", "allowed", "stops", "word_ids", "word_lens")
     for field in ((name, "u8", f"_{name}_at"), (f"num_{name}", "i8", f"{name}.size"))
@@ -69,16 +69,17 @@ _values = attrgetter(*(field[2] for field in _FIELDS))
 _pack = struct.Struct("".join(np.dtype(field[1]).char for field in _FIELDS)).pack
 _DRAW_BYTES = 8 * len(_DRAW)
 _NO_ROW = struct.pack("qq", -1, -1)
-_ALWAYS = 2**62  # more positions than any output has
+_ALWAYS = 2**62  # a position beyond the end of any output
 _EMPTY = {code: np.empty(0, code) for code in "qf"}
 
 
 class EncodedSampling:
-    """One request's parameters for logits of one width, cached by its `SamplingMetadata`.
+    """One request's parameters for a vocabulary size, cached by its `SamplingMetadata`.
 
-    With an ``error`` the request cannot be served, and its other parameters are not read. All token
-    ids are in the vocabulary, except some ids of bad words, which are only compared with the path.
-    Logits of output positions below ``edited_until`` are edited before the temperature applies.
+    If ``error`` is not None, the request cannot be served, and its other parameters are not read.
+    All token ids are in the vocabulary, except some ids of bad words, which are only compared with
+    generated tokens. Logits of output positions below ``edited_until`` are edited before the
+    temperature applies.
     """
 
     def __init__(self, sampling: SamplingMetadata, vocab_size: int) -> None:
@@ -87,14 +88,14 @@ class EncodedSampling:
         self.vocab_size, self.prompt_len = vocab_size, sampling.prompt_len
         self.constraint, self.min_tokens = sampling.constraint, params.min_tokens
         self.error = _error(sampling, vocab_size)
-        # whether `ask` has anything to report
+        # whether `ask` may return a mask or an error
         self.is_asked = self.error is not None or self.constraint is not None
         is_edited = self.is_asked or sampling.has_processors
         self.edited_until = _ALWAYS if is_edited else self.min_tokens
         self.biased, self._biased_at = _lent("q", bias)
         self.bias, self._bias_at = _lent("f", bias.values())
         self.allowed, self._allowed_at = _lent("q", sorted(set(params.allowed_token_ids or ())))
-        # Stop tokens are banned before min_tokens.
+        # Stop tokens are banned until the answer has min_tokens tokens.
         stops = sampling.stop_ids if self.min_tokens else ()
         self.stops, self._stops_at = _lent("q", sorted(i for i in stops if 0 <= i < vocab_size))
         self.words = [word for word in sampling.bad_words_ids if word]
@@ -105,24 +106,25 @@ class EncodedSampling:
         self._min_p_logit = math.log(params.min_p) if params.min_p else -math.inf
         self.kind = _kind(params, self._top_k)
         record = _pack(*_values(self))
-        self.place = record[:_DRAW_BYTES] + _NO_ROW  # the bytes of a `PLACE`, without its rows
+        self.place = record[:_DRAW_BYTES] + _NO_ROW  # the bytes of a `PLACE` with both rows -1
         self._record = array("B", record)
         self.address, _ = self._record.buffer_info()
 
     @cached_property
     def fields(self) -> Fields:
-        """Fields of the record by name, for the oracle and for rows with edits."""
+        """Values of the record's fields by name."""
         return dict(zip(_NAMES, _values(self), strict=True))
 
     def bans_stops(self, position: int, mask: Mask | None) -> bool:
-        """Whether edits must ban stop tokens at ``position``; a ``mask`` bans them already."""
+        """Whether stop tokens must be banned at ``position``; a ``mask`` bans them already."""
         return mask is None and position < self.min_tokens
 
     def ask(self, tokens: array[int], tail: Sequence[int]) -> tuple[Mask | None, str | None]:
-        """Return a mask of the tokens that may follow a path, and an error; either may be None.
+        """Return a mask of the tokens that may follow ``tokens`` plus ``tail``, and an error.
 
-        None as a mask allows all tokens. Before min_tokens the mask excludes stop tokens, unless no
-        other token is allowed. Raises ValueError for a mask of another size than the vocabulary.
+        Either may be None; without a mask all tokens are allowed. Until the answer has min_tokens
+        tokens, the mask excludes stop tokens, unless no other token is allowed. Raises ValueError
+        if the constraint's mask has another size than the vocabulary.
         """
         if self.error is not None or self.constraint is None:
             return None, self.error
@@ -145,7 +147,7 @@ class EncodedSampling:
 
 
 def _error(sampling: SamplingMetadata, vocab_size: int) -> str | None:
-    """Return the error of the first field with a token id outside the vocabulary, or None."""
+    """Return an error that names the first parameter with an unknown token id, or None."""
     for name, ids in sampling.token_id_fields().items():
         if message := beyond_vocabulary(name, ids, vocab_size):
             return message
@@ -161,7 +163,10 @@ def _kind(params: TokenSamplingParams, top_k: int) -> int:
 
 
 def _lent(code: str, numbers: Collection[float]) -> tuple[NDArray[Any], int]:
-    """Return an array of int64 ("q") or float32 ("f") numbers and its address, 0 if it is empty."""
+    """Return an array of int64 ("q") or float32 ("f") numbers, and its address in memory.
+
+    The address of an empty array is 0. The address is valid while the array exists.
+    """
     if not numbers:
         return _EMPTY[code], 0
     memory: array[Any] = array(code, numbers)

@@ -1,8 +1,9 @@
-"""Logits processors, per row and position-exact: each row sees the history of its own path.
+"""Logits processors, which edit each row of logits by the tokens before its own position.
 
 Order within a row: logit_bias -> repetition, frequency, presence penalty -> allowed_token_ids ->
 bad words, constraint, min_tokens -> temperature -> top-k -> min-p -> top-p. The verifier draws from
-the remaining tokens. min_tokens gives way to a constraint: a complete answer may end.
+the remaining tokens. A constraint takes precedence over min_tokens: if it allows only stop tokens,
+the answer may end early.
 
 A row's result depends only on that row, bit for bit: probability masses are summed as integers,
 whose order does not matter, and all other operations are elementwise or a maximum. Ties go to the
@@ -27,9 +28,9 @@ _NEVER = -math.inf
 
 
 def apply_processors(values: Tensor, rows: Sequence[DraftedRow]) -> list[str | None]:
-    """Edit ``values`` [num_rows, vocab] in place, by all processors that precede the temperature.
+    """Edit logits ``values`` [num_rows, vocab] in place by the processors before the temperature.
 
-    Returns one item per row: an error if its parameters cannot be served, otherwise None.
+    Returns one item per row: an error if the request's parameters cannot be served, else None.
     """
     vocab_size, device = values.shape[-1], values.device
     errors = []
@@ -44,21 +45,22 @@ def apply_processors(values: Tensor, rows: Sequence[DraftedRow]) -> list[str | N
 
 
 def scaled(values: Tensor, rows: Sequence[DraftedRow]) -> Tensor:
-    """Return ``values`` [num_rows, vocab] divided by the temperature.
+    """Return logits ``values`` [num_rows, vocab], less the row's maximum, divided by temperature.
 
-    The largest value of each row becomes exactly 0.
+    So the largest value of each row is exactly 0.
     """
     temperatures = [row.encoded(values.shape[-1]).fields["temperature"] for row in rows]
-    # torch may multiply by the reciprocal of a scalar divisor; a tensor divides alike on every
-    # device.
+    # torch may multiply by the reciprocal of a scalar divisor. Division by a tensor gives the same
+    # bits on every device.
     divisor = torch.tensor(temperatures, dtype=torch.float32).to(values.device)
     return (values - values.amax(-1, keepdim=True)).div_(divisor[:, None])
 
 
 def truncate(values: Tensor, rows: Sequence[DraftedRow]) -> tuple[Tensor, Tensor]:
-    """Apply top-k, min-p and top-p to ``values`` [num_rows, vocab], whose row maximum is 0.
+    """Apply top-k, min-p and top-p to ``values`` [num_rows, vocab] as `scaled` returns them.
 
-    Returns (values, ids), both [num_rows, width], best first; shorter rows are padded with -inf.
+    Returns (values, token ids) of the kept tokens, both [num_rows, width], best first. Rows that
+    keep fewer tokens are padded with -inf.
     """
     cuts = TopKTopP.of([row.encoded(values.shape[-1]).fields for row in rows], values)
     ids, total = cuts.candidates(values)
@@ -69,13 +71,13 @@ def truncate(values: Tensor, rows: Sequence[DraftedRow]) -> tuple[Tensor, Tensor
 
 
 def best_ids(values: Tensor, num_ids: int) -> Tensor:
-    """Return the ids of the ``num_ids`` largest of ``values`` [vocab], best first.
+    """Return the token ids of the ``num_ids`` largest ``values`` [vocab], best first.
 
-    Ties go to the lowest id.
+    Of equal values, the one with the lowest id comes first.
     """
     if num_ids == 0:
         return torch.empty(0, dtype=torch.int64, device=values.device)
-    # topk may return any of several equal values.
+    # topk returns arbitrary indices of equal values, so all equal values are collected.
     ids = nonzero(values >= values.topk(min(num_ids, len(values))).values[-1])
     order = values[ids].sort(descending=True, stable=True).indices
     return ids[order[:num_ids]]
@@ -84,9 +86,9 @@ def best_ids(values: Tensor, num_ids: int) -> Tensor:
 def argmax(values: Tensor) -> Tensor:
     """Return the id of each row's maximum in ``values`` [num_rows, vocab].
 
-    Ties go to the lowest.
+    Of equal values, the lowest id is returned.
     """
-    if values.device.type == "cpu":  # numpy's argmax is ten times as fast.
+    if values.device.type == "cpu":  # numpy's argmax is ten times as fast as torch's.
         return torch.from_numpy(np.argmax(values.numpy(), axis=-1))
     return values.argmax(-1)
 
@@ -137,9 +139,12 @@ def _penalise(values: Tensor, row: DraftedRow, fields: Fields) -> None:
 
 
 def _history(row: DraftedRow, start: int, values: Tensor) -> Tensor:
-    """Return the path's tokens from ``start`` on that are in the vocabulary, int64 [num_tokens]."""
+    """Return the row's tokens and draft from position ``start`` on, int64 [num_tokens].
+
+    Ids outside the vocabulary are left out.
+    """
     path = row.tokens[start:]
     path.extend(row.draft)
-    # frombuffer borrows the memory of ``path`` and rejects an empty one.
+    # `frombuffer` does not copy the memory of ``path``, and it rejects an empty array.
     ids = torch.frombuffer(path, dtype=torch.int64).clone() if path else torch.empty(0).long()
     return ids[(ids >= 0) & (ids < len(values))].to(values.device)

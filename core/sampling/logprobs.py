@@ -1,4 +1,4 @@
-"""Log-probabilities of the model itself, unaffected by sampling parameters."""
+"""Log-probabilities of the model's raw logits, unaffected by sampling parameters."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from ..interface.output import TokenLogprob
 from .logits_processors import best_ids
 from .top_k_top_p import mass_unit, masses
 
-_BLOCK = 2**23  # number of logits that a GPU processes at once
+_BLOCK = 2**23  # maximum number of logits that a GPU processes at once
 
 
 @torch.inference_mode()
 def token_logprobs(logits: Tensor, token_ids: Sequence[int], num_top: int) -> list[TokenLogprob]:
     """Return raw log-probabilities of ``token_ids`` [num_rows] under ``logits`` [num_rows, vocab].
 
-    Each has its row's ``num_top`` most likely tokens, best first, ties to the lowest id. Raises
-    IndexError for a token id outside the vocabulary.
+    Each result also has the row's ``num_top`` most likely tokens, best first; of equal ones, the
+    lowest id comes first. Raises IndexError for a token id outside the vocabulary.
     """
     size = logits.shape[-1]
     for token_id in token_ids:
@@ -29,7 +29,7 @@ def token_logprobs(logits: Tensor, token_ids: Sequence[int], num_top: int) -> li
     if logits.device.type == "cpu":
         pairs = zip(logits, token_ids, strict=True)
         return [_of_row(values.to(torch.float32), token_id, num_top) for values, token_id in pairs]
-    # Rows are read in blocks: a read of each row would wait for the GPU each time.
+    # Results are read in blocks, because reading them row by row would wait for the GPU each time.
     step = max(1, _BLOCK // size)
     found: list[TokenLogprob] = []
     for start in range(0, len(token_ids), step):
@@ -65,12 +65,13 @@ def _of_rows(values: Tensor, token_ids: Sequence[int], num_top: int) -> list[Tok
 
 
 def _best_ids(values: Tensor, num_ids: int) -> Tensor:
-    """Return `best_ids` of each row of ``values`` [num_rows, vocab]; the host does not wait."""
+    """Return `best_ids` of each row of ``values`` [num_rows, vocab], without waiting for a GPU."""
     num_ids = min(num_ids, values.shape[-1])
     if num_ids == 0:
         return torch.empty((len(values), 0), dtype=torch.int64, device=values.device)
     best, ids = values.topk(num_ids)
-    # topk may take any of the values equal to the last one; the lowest such ids replace them.
+    # topk returns arbitrary ids of the values that equal the last one: the lowest such ids replace
+    # them.
     last, places = best[:, -1:], torch.arange(values.shape[-1], device=values.device)
     lowest = torch.where(values == last, places, len(places)).topk(num_ids, largest=False).values
     rank = torch.arange(num_ids, device=values.device) - (best > last).sum(-1, keepdim=True)
@@ -82,11 +83,12 @@ def _best_ids(values: Tensor, num_ids: int) -> Tensor:
 def _entry(
     total: float, token_ids: Sequence[int], shifted: Sequence[float], vocab_size: int
 ) -> TokenLogprob:
-    """Build the result of a row: ``token_ids`` are the token and the best ones.
+    """Build the result of a row for ``token_ids``: the token itself, then the most likely tokens.
 
-    ``shifted``: their logits minus the row's maximum. ``total``: the row's mass.
+    ``shifted``: logits of ``token_ids`` minus the row's maximum. ``total``: sum of the row's
+    `masses`.
     """
-    # Logits that are NaN have no mass either; their values are NaN themselves.
+    # A row with NaN may have no mass; then its log-probabilities are NaN.
     log_total = math.log(total * mass_unit(vocab_size)) if total > 0 else math.nan
     (token_id, *top), (own, *others) = token_ids, (value - log_total for value in shifted)
     return TokenLogprob(token_id, own, tuple(zip(top, others, strict=True)))

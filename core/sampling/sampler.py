@@ -1,7 +1,7 @@
-"""Sampler: the protocol that chooses the tokens of a step; each backend implements it.
+"""Sampler: protocol for choosing the tokens of a step, which each backend implements.
 
 A draft model and its target use the same sampler, so that the same noise decides between nearly
-equal scores. The torch sampler is the oracle.
+equal scores. Tests compare the other samplers with the torch sampler.
 """
 
 from __future__ import annotations
@@ -17,40 +17,43 @@ from typing_extensions import override
 
 from .drafted_row import DraftedRow
 from .gumbel import vocabulary_hashes
-from .verifier import Best, SampledToken, Verified, best, sample, verify
+from .verifier import Best, Choices, SampledToken, Verified, best, sample, verify
 
 
 @dataclass(frozen=True, eq=False)
 class DraftVocab:
     """The tokens of a reduced draft vocabulary, in the order of its logits."""
 
-    token_ids: Tensor  # [draft_vocab], distinct
+    token_ids: Tensor  # [draft_vocab], without duplicates
     vocab_size: int
 
     @cached_property
     def hashes(self) -> Tensor:
-        """`vocabulary_hashes` at these ids, [draft_vocab]."""
+        """`vocabulary_hashes` of ``token_ids``, [draft_vocab]."""
         return vocabulary_hashes(self.vocab_size, self.token_ids.device)[self.token_ids]
 
     @cached_property
     def names(self) -> list[int]:
-        """Token ids as a list."""
+        """``token_ids`` as a list."""
         ids: list[int] = self.token_ids.tolist()
         return ids
 
     def serves(self, rows: Sequence[DraftedRow]) -> bool:
-        """Whether rows can be sampled from these tokens alone: no row may be edited."""
+        """Whether ``rows`` can be sampled from logits of the reduced vocabulary.
+
+        This is so if no parameter edits the logits of any row.
+        """
         return all(row.encoded(self.vocab_size).edited_until == 0 for row in rows)
 
     def widened(self, logits: Tensor) -> Tensor:
-        """Widen ``[n, draft_vocab]`` to float32 ``[n, vocab_size]``; the other tokens get -inf."""
+        """Return ``logits`` [n, draft_vocab] as float32 [n, vocab_size], -inf for other tokens."""
         wide = logits.new_full((len(logits), self.vocab_size), -torch.inf, dtype=torch.float32)
         wide[:, self.token_ids] = logits.float()
         return wide
 
 
 class Sampler(Protocol):
-    """Chooses tokens as `core.sampling.verifier` does.
+    """Chooser of tokens, by the rules of `core.sampling.verifier`.
 
     Each row's result depends on that row alone.
     """
@@ -71,57 +74,61 @@ class Sampler(Protocol):
     ) -> list[Best]:
         """Return the tokens with the highest scores; see `core.sampling.verifier.best`.
 
-        ``draft_vocab``: the tokens of the columns of ``logits``, unless they are the whole
-        vocabulary.
+        ``draft_vocab``: the tokens to which the columns of ``logits`` belong; None: the columns are
+        the whole vocabulary.
         """
 
 
 class PendingTokens(Protocol):
-    """Tokens that a device is still choosing."""
+    """Tokens that the device may still be choosing."""
 
     @property
     def words(self) -> Tensor:
-        """One word per row on the device, in the backend's format; see `DeviceTokens`.
+        """The tokens on the device, one 64-bit word per row; see `DeviceTokens` for the format.
 
-        They are valid until the decoder's next pass, which may take its tokens from them.
+        They are valid until the decoder's next pass, which may read its input tokens from them.
         """
 
-    def choices(self) -> list[SampledToken]:
-        """Return these tokens without waiting for later launches.
+    def choices(self) -> Choices:
+        """Wait for these tokens, but not for later launches, and return them.
 
-        May be called after later passes.
+        The call may also follow later passes.
         """
 
 
 class PendingBest(Protocol):
-    """The best few tokens of each row, which a device is still choosing."""
+    """The best few tokens of each row, which the device may still be choosing."""
 
     def bests(self) -> list[Best]:
-        """Return the best tokens without waiting for later launches; see `Sampler.best`."""
+        """Wait for the best tokens, but not for later launches, and return them.
+
+        The result is as `Sampler.best` describes it.
+        """
 
 
 @runtime_checkable
 class DeviceSampler(Sampler, Protocol):
     """A `Sampler` of a backend whose device computes asynchronously.
 
-    A batch may continue tokens that the host does not know yet (`RaggedBatch.device_tokens`), and a
-    pass may choose tokens itself (`Wanted.draws`).
+    A batch may have input tokens that the host does not know yet (`RaggedBatch.device_tokens`), and
+    a pass may choose tokens itself (`Wanted.draws`).
     """
 
     def begin(self, logits: Tensor, rows: Sequence[DraftedRow]) -> PendingTokens:
-        """Draw as `sample` does, for at least one row, without waiting."""
+        """Begin to draw the tokens that `sample` returns, without waiting; at least one row."""
 
     def begin_runs(
         self, logits: Tensor, rows: Sequence[DraftedRow], counts: Sequence[int]
     ) -> PendingTokens | None:
-        """Draw runs of tokens, as `SamplingPlan` describes them, without waiting.
+        """Begin to draw the runs of tokens of a `SamplingPlan`, without waiting.
 
-        Returns None if a row is edited or may be refused: such rows need the drafts (`begin`).
+        Returns None if a row's logits are edited or may be refused: such rows depend on the drafted
+        tokens, so they need `begin`.
         """
 
 
 class TorchSampler(Sampler):
-    """The oracle `Sampler`, in torch on any device."""
+    """The reference `Sampler`, in torch on any device."""
 
     @override
     def verify(self, logits: Tensor, requests: Sequence[DraftedRow]) -> list[Verified]:

@@ -1,7 +1,7 @@
 """Seeds of random streams: 64-bit integers, mixed so that related seeds are uncorrelated.
 
-This file does not import torch: processes that compute no model derive seeds, too. The mixer is
-splitmix64 (Steele, Lea, Flood, OOPSLA 2014).
+This file does not import torch, because processes without a model derive seeds, too. The mixing
+function belongs to splitmix64 (Steele, Lea, Flood, OOPSLA 2014).
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ _SIBLING = 0xD1B54A32D192ED03
 
 
 def mix(word: int) -> int:
-    """Return an unsigned 64-bit word, each bit of which depends on all bits of ``word``.
+    """Return splitmix64's mix of ``word``, in which each bit depends on all bits of ``word``.
 
-    The result for 0 is 0.
+    The result is an unsigned 64-bit integer; the result for 0 is 0.
     """
     word &= MASK
     word = ((word ^ (word >> 30)) * ODD_1) & MASK
@@ -25,12 +25,12 @@ def mix(word: int) -> int:
 
 
 def splitmix64(word: int) -> int:
-    """Return an unsigned 64-bit word, each bit of which depends on all bits of ``word``."""
+    """Return the first output of splitmix64 from the state ``word``, an unsigned 64-bit integer."""
     return mix(word + GOLDEN)
 
 
 def sibling_seed(seed: int, index: int) -> int:
-    """Return the seed of completion ``index`` of n, unsigned 64 bits.
+    """Return the seed, unsigned 64 bits, of completion ``index`` of a request for n completions.
 
     Completion 0 keeps ``seed``.
     """

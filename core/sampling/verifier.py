@@ -1,22 +1,22 @@
-"""The one verifier: plain decoding is verification of an empty draft.
+"""Verifier of drafts. Plain decoding uses it, too: it verifies an empty draft.
 
 The target's token at an output position is the argmax of its processed log-probabilities plus
 Gumbel noise keyed by (seed, position): an exact sample (Gumbel-max). At temperature 0 there is no
-noise. A draft is compared with the target's tokens along its own path:
+noise. A draft is compared with the target's tokens along its path:
 
-    accepted    a draft token equal to the target's token at its position, all before it accepted
+    accepted    a draft token that equals the target's token, after draft tokens that do so, too
     recovered   the target's own token at the first position where the draft differs
     bonus       the target's own token after a draft that was accepted as a whole
 
-So a step yields the accepted tokens and one recovered or bonus token. No token depends on what was
-drafted, so the output is the same for every drafter, draft length and batch. A drafter that draws
-with the same noise (`sample`) is accepted most often: Daliri, Musco, Suresh, arXiv 2408.07978.
+So a step yields the accepted tokens and one recovered or bonus token. No token depends on the
+draft, so the output is the same for every drafter, draft length and batch. Drafts that are drawn
+with the same noise (`sample`) are accepted most often: Daliri, Musco, Suresh, arXiv 2408.07978.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate, groupby, pairwise
 from typing import NamedTuple
 
@@ -33,19 +33,20 @@ from .logprobs import token_logprobs
 
 NOT_FINITE = "the model's logits are not finite"
 ALL_BANNED = Refusal("the request's parameters ban every token")
-_CPU_BLOCK = 2**17  # Logits processed at once: more would exceed the core's cache.
+_CPU_BLOCK = 2**17  # number of logits processed at once; more would exceed the core's cache
 _DEVICE_BLOCK = 2**25
 
 
 class Verified(msgspec.Struct, frozen=True, gc=False):
-    """The accepted path and the recovered or bonus token after it.
+    """The accepted path of a draft and the recovered or bonus token after it.
 
-    With an ``error`` the path ends before the failed position, and the request must end too.
+    If ``error`` is not None, the path ends before the position that failed, and the request must
+    end.
     """
 
     token_ids: tuple[int, ...]
     path: tuple[int, ...]  # accepted nodes of the draft
-    logprobs: tuple[TokenLogprob, ...] = ()  # [len(token_ids)] where the request asks for them
+    logprobs: tuple[TokenLogprob, ...] = ()  # [len(token_ids)], or empty if not requested
     error: str | None = None
 
     @property
@@ -58,19 +59,33 @@ NOTHING_VERIFIED = Verified((), ())
 
 
 class SampledToken(NamedTuple):
-    """The drawn token, or an ``error`` and a ``token_id`` of -1."""
+    """A drawn token. If ``error`` is not None, ``token_id`` is -1."""
 
     token_id: int
     error: str | None = None
 
 
+class Choices(NamedTuple):
+    """The drawn tokens of rows, and the errors of rows for which none could be drawn."""
+
+    token_ids: list[int]  # [num_rows]; -1 for a row with an error
+    errors: Mapping[int, str]  # by row
+
+    def by_row(self) -> list[SampledToken]:
+        """Return the token or the error of each row."""
+        return [
+            SampledToken(token_id, self.errors.get(row) if token_id < 0 else None)
+            for row, token_id in enumerate(self.token_ids)
+        ]
+
+
 class Best(NamedTuple):
-    """The most likely next choices at one position, with their Gumbel scores.
+    """The tokens with the highest Gumbel scores at one position.
 
     A score is the processed logit divided by the temperature plus the position's noise, or at
     temperature 0 the processed logit. Scores have an arbitrary offset per position, so only their
     differences are meaningful. There are fewer tokens than requested if the parameters allow fewer,
-    and no tokens with an ``error``.
+    and no tokens if ``error`` is not None.
     """
 
     token_ids: tuple[int, ...]
@@ -82,10 +97,10 @@ class Best(NamedTuple):
 def verify(logits: Tensor, requests: Sequence[DraftedRow]) -> list[Verified]:
     """Verify drafts against the target's own tokens.
 
-    ``logits`` [sum of (len(draft) + 1), vocab] are the target's, unprocessed: for each request, one
-    row after its last token and one after each node of its draft. They are only read. A token
-    outside the vocabulary is never accepted. A request whose deciding logits are not finite
-    gets an error; the others do not.
+    ``logits`` [sum of (len(draft) + 1), vocab] are the target's raw logits: for each request, one
+    row after its last token and one after each node of its draft. They are not changed. A token
+    outside the vocabulary is never accepted. A request whose logits along its path are not finite
+    gets an error; other requests are not affected.
     """
     return walk_drafts(logits, requests, lambda places: _sample(logits, places))
 
@@ -95,7 +110,7 @@ def walk_drafts(
     requests: Sequence[DraftedRow],
     choose: Callable[[Sequence[LogitsRow]], Sequence[SampledToken]],
 ) -> list[Verified]:
-    """Follow each draft as long as ``choose`` picks its tokens; the core of `verify`."""
+    """Verify drafts like `verify`, with ``choose`` to sample the rows that are needed."""
     starts = first_rows(logits, requests)
     walks = [_Walk(request, start) for request, start in zip(requests, starts, strict=True)]
     for wave in _waves(walks, logits.device):
@@ -106,35 +121,51 @@ def walk_drafts(
 
 
 def follow_choices(
-    logits: Tensor, requests: Sequence[DraftedRow], choices: Sequence[SampledToken]
+    logits: Tensor, requests: Sequence[DraftedRow], choices: Choices
 ) -> list[Verified]:
-    """Follow each draft along ``choices`` [num_rows], the known tokens of all rows."""
+    """Verify drafts like `verify`, with the target's tokens of all rows given as ``choices``."""
     starts = first_rows(logits, requests)
     return [
-        verified(logits, request, start, *_chosen(request, choices, start))
+        _followed(logits, request, start, choices)
         for request, start in zip(requests, starts, strict=True)
     ]
 
 
-def _chosen(
-    request: DraftedRow, choices: Sequence[SampledToken], start: int
-) -> tuple[list[int], str | None]:
-    """Return the tokens along a request's draft, and the error that ends them or None."""
-    token_ids: list[int] = []
-    node = -1
-    while True:
-        token_id, error = choices[start + 1 + node]
-        if error is not None:
-            return token_ids, error
-        token_ids.append(token_id)
-        child = request.child(node, token_id)
-        if child is None:
-            return token_ids, None
-        node = child
+def _followed(logits: Tensor, request: DraftedRow, start: int, choices: Choices) -> Verified:
+    draft = request.draft
+    chosen = choices.token_ids[start : start + 1 + len(draft)]  # after the tokens, then each node
+    path = _path(draft, request.parents, chosen) if draft else ()
+    token_ids = [chosen[0], *[chosen[1 + node] for node in path]]
+    error = None
+    if token_ids[-1] < 0:
+        token_ids.pop()
+        error = choices.errors[start + (1 + path[-1] if path else 0)]
+    logprobs = _logprobs(logits, request, start, token_ids, path)
+    return Verified(tuple(token_ids), path, logprobs, error)
+
+
+def _path(draft: Sequence[int], parents: Sequence[int], chosen: Sequence[int]) -> tuple[int, ...]:
+    """Return the accepted nodes. ``chosen``: tokens after the request's own, then after each node.
+
+    A node comes after its parent, so one pass over the nodes finds the path.
+    """
+    if not parents:
+        pairs = enumerate(zip(draft, chosen, strict=False))
+        differs = next((at for at, (drafted, token) in pairs if drafted != token), len(draft))
+        return tuple(range(differs))
+    path, last, token = list[int](), -1, chosen[0]
+    for node, (drafted, parent) in enumerate(zip(draft, parents, strict=True)):
+        if parent == last and drafted == token:
+            path.append(node)
+            last, token = node, chosen[1 + node]
+    return tuple(path)
 
 
 def first_rows(logits: Tensor, requests: Sequence[DraftedRow]) -> list[int]:
-    """Return each request's first row of logits. Raises ValueError for a wrong number of rows."""
+    """Return the first row of each request in ``logits``.
+
+    Raises ValueError if ``logits`` do not have one row more for each request than its draft.
+    """
     starts = list(accumulate((len(request.draft) + 1 for request in requests), initial=0))
     if starts.pop() != len(logits):
         raise ValueError(f"{len(logits)} rows of logits for {len(requests)} drafts")
@@ -144,32 +175,46 @@ def first_rows(logits: Tensor, requests: Sequence[DraftedRow]) -> list[int]:
 def verified(
     logits: Tensor, request: DraftedRow, start: int, token_ids: Sequence[int], error: str | None
 ) -> Verified:
-    """Build the result of a walk along a request's draft, whose logits begin at row ``start``."""
+    """Build the result of a request from the target's ``token_ids`` along its draft.
+
+    ``start``: first row of the request in ``logits``.
+    """
     path: tuple[int, ...] = ()
     if request.draft:
         path = request.follow(token_ids if error is not None else token_ids[:-1])
-    num_top = request.sampling.params.logprobs
-    logprobs: tuple[TokenLogprob, ...] = ()
-    if num_top is not None:
-        places = [start, *(start + 1 + node for node in path)][: len(token_ids)]
-        logprobs = tuple(token_logprobs(logits[places], token_ids, num_top))
+    logprobs = _logprobs(logits, request, start, token_ids, path)
     return Verified(tuple(token_ids), path, logprobs, error)
+
+
+def _logprobs(
+    logits: Tensor,
+    request: DraftedRow,
+    start: int,
+    token_ids: Sequence[int],
+    path: Sequence[int],
+) -> tuple[TokenLogprob, ...]:
+    num_top = request.sampling.params.logprobs
+    if num_top is None:
+        return ()
+    places = [start, *(start + 1 + node for node in path)][: len(token_ids)]
+    return tuple(token_logprobs(logits[places], token_ids, num_top))
 
 
 @torch.inference_mode()
 def sample(logits: Tensor, rows: Sequence[DraftedRow]) -> list[SampledToken]:
-    """Draw one token per row of ``logits`` [num_rows, vocab], which are only read.
+    """Draw one token per row of ``logits`` [num_rows, vocab], which are not changed.
 
-    Drafters call it to use the same processors and the same noise as the target.
+    Drafters call it, so that they use the same processors and the same noise as the target.
     """
     return _sample(logits, list(enumerate(rows)))
 
 
 @torch.inference_mode()
 def best(logits: Tensor, rows: Sequence[DraftedRow], num_best: int) -> list[Best]:
-    """Return the ``num_best`` tokens with the highest scores; `sample` draws the first one.
+    """Return the ``num_best`` tokens of each row with the highest scores, best first.
 
-    ``logits`` [num_rows, vocab] are only read. Ties go to the lowest id.
+    `sample` would draw the first one. ``logits`` [num_rows, vocab] are not changed. Of tokens with
+    equal scores, the lowest id comes first.
     """
     found = [Best((), ())] * len(rows)
     for indices, edited, score in _blocks(list(enumerate(rows)), logits):
@@ -189,8 +234,8 @@ def best(logits: Tensor, rows: Sequence[DraftedRow], num_best: int) -> list[Best
 
 
 def _ranked(scores: Tensor, num_best: int) -> Iterator[tuple[list[int], list[float]]]:
-    """Yield each row's best columns and their falling scores; ties go to the lowest column."""
-    # topk may return any of several equal values, in any order.
+    """Yield the best columns of each row and their scores, best first, then the lowest column."""
+    # topk returns equal values in arbitrary order, and arbitrary values of those equal to the last.
     top = scores.topk(min(num_best + 1, scores.shape[-1]), dim=-1)
     for row, columns, kept in zip(scores, top.indices.tolist(), top.values.tolist(), strict=True):
         if any(a == b and math.isfinite(a) for a, b in pairwise(kept)):
@@ -200,14 +245,14 @@ def _ranked(scores: Tensor, num_best: int) -> Iterator[tuple[list[int], list[flo
 
 
 class _Walk:
-    """One request's walk down its own draft."""
+    """Progress of the verification of one request: its accepted tokens and its current node."""
 
     def __init__(self, request: DraftedRow, start: int) -> None:
         self._request = request
-        self._start = start  # row of the logits at which the request's rows begin
+        self._start = start  # first row of the request in the logits
         self._token_ids: list[int] = []
         self._error: str | None = None
-        self.node: int | None = -1  # node whose successor is decided next; None: the walk has ended
+        self.node: int | None = -1  # node after which to choose a token next; None: finished
 
     @property
     def num_nodes(self) -> int:
@@ -217,7 +262,10 @@ class _Walk:
         return self._start + 1 + node, self._request.at(node)
 
     def take(self, node: int, choice: SampledToken) -> None:
-        """Take the target's token after ``node``: go on to the child with this token, or end."""
+        """Record the target's token after ``node``, and move to the child with this token or end.
+
+        The token is ignored if ``node`` is not the current node.
+        """
         if node != self.node:
             return
         if choice.error is None:
@@ -233,8 +281,9 @@ class _Walk:
 def _waves(walks: Sequence[_Walk], device: torch.device) -> Iterator[list[tuple[_Walk, int]]]:
     """Yield groups of (walk, node) to sample together; a node never precedes its parent.
 
-    On a CPU each group is one level of every walk, because sampling rows off the path would waste
-    time. On other devices one group has all nodes, because waiting for each level would cost more.
+    On a CPU each group has the current node of every walk, because sampling nodes off the accepted
+    path would waste time. On other devices a single group has all nodes, because waiting for each
+    level would cost more.
     """
     if device.type != "cpu":
         yield [(walk, node) for walk in walks for node in range(-1, walk.num_nodes)]
@@ -258,7 +307,7 @@ def _sample(logits: Tensor, places: Sequence[LogitsRow]) -> list[SampledToken]:
 def _blocks(
     places: Sequence[LogitsRow], logits: Tensor
 ) -> Iterator[tuple[list[int], bool, _Score]]:
-    """Yield groups of rows of one kind: their indices, whether to edit them, and their score."""
+    """Yield groups of rows of one kind: indices in ``places``, whether to edit, score function."""
     vocab_size = logits.shape[-1]
     kinds = [_kind(row, vocab_size) for _, row in places]
     most = _CPU_BLOCK if logits.device.type == "cpu" else _DEVICE_BLOCK
@@ -271,14 +320,14 @@ def _blocks(
 
 
 def _kind(row: DraftedRow, vocab_size: int) -> tuple[bool, int]:
-    """Return whether a row's logits are edited, and the kind of its request's score."""
+    """Return whether the row's logits are edited, and its kind, which selects a score function."""
     encoded = row.sampling.cached(EncodedSampling, vocab_size)
     until = encoded.edited_until
     return until > 0 and row.position < until, encoded.kind
 
 
 def _take(logits: Tensor, indices: list[int]) -> Tensor:
-    """Return rows in float32, without a copy if they are adjacent."""
+    """Return the rows ``indices`` of ``logits`` in float32; adjacent float32 rows are a view."""
     first, after = indices[0], indices[0] + len(indices)
     adjacent = indices == list(range(first, after))
     return (logits[first:after] if adjacent else logits[indices]).to(torch.float32)
@@ -287,9 +336,9 @@ def _take(logits: Tensor, indices: list[int]) -> Tensor:
 def processed(
     values: Tensor, rows: Sequence[DraftedRow], edited: bool
 ) -> tuple[Tensor, list[str | None]]:
-    """Return the logits before the temperature, and an error or None for each row.
+    """Return the logits after the edits that precede the temperature, and an error or None per row.
 
-    Edited logits are a copy.
+    ``edited``: whether the rows have edits; then the returned logits are a copy.
     """
     errors = _unfit(values, NOT_FINITE)
     if not edited:
@@ -310,7 +359,7 @@ def _draw_sound(
     rows: Sequence[DraftedRow],
     errors: Sequence[str | None],
 ) -> list[int]:
-    """Return the tokens of rows without an error; -1 for the other rows, which are not computed."""
+    """Return a token for each row; -1 for the rows with an error, which are not computed."""
     sound = [i for i, error in enumerate(errors) if error is None]
     drawn = [-1] * len(rows)
     if sound:
@@ -345,7 +394,7 @@ def _noise(rows: Sequence[DraftedRow], hashes: Tensor) -> Tensor:
     return gumbel_rows([(row.sampling.seed, row.position) for row in rows], hashes)
 
 
-LogitsRow = tuple[int, DraftedRow]  # (row of the logits, row to decide)
+LogitsRow = tuple[int, DraftedRow]  # (index of a row of the logits, the `DraftedRow` to sample)
 _Score = Callable[[Tensor, Sequence[DraftedRow]], tuple[Tensor, Tensor | None]]
 """Returns scores [num_rows, width], whose greatest wins, and the ids of columns or None."""
 _SCORES: dict[int, _Score]

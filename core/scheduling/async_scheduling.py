@@ -20,15 +20,15 @@ from .states import use_state
 
 
 def plan_next(scheduler: Scheduler, plan: StepPlan, now: float) -> StepPlan | None:
-    """Plan the step after ``plan``, which is in flight; None if it depends on the outcome.
+    """Return a plan of the step after ``plan``, which is being computed.
 
-    The page tables are copies, because requests may end while the step is computed. New pages may
-    come from evicted prefixes; if the plan is withdrawn, they stay in the leases for the plan that
-    replaces it.
+    Returns None if the next step depends on the outcome of ``plan``. The page tables are copies,
+    because requests may end while ``plan`` is computed. New pages may come from evicted prefixes.
+    If the returned plan is discarded, the new pages stay in the leases.
     """
     loads = scheduler.page_loads
     if loads is not None and loads.is_late(now):
-        return None  # the next round gives up the late load
+        return None  # `begin_round` can give up a late load only while no step is under way
     continuing = _continuing(scheduler, plan) if plan.is_decode_only else []
     requests = [request for _, request in continuing]
     if not continuing or not scheduler.speculator.drafts_nothing(requests, num_new_tokens=1):
@@ -47,7 +47,11 @@ def plan_next(scheduler: Scheduler, plan: StepPlan, now: float) -> StepPlan | No
 
 
 def _continuing(scheduler: Scheduler, plan: StepPlan) -> list[tuple[ScheduledRequest, Request]]:
-    """Return the requests certain to decode again; empty if admission could change the batch."""
+    """Return the requests of ``plan`` that are certain to decode again.
+
+    The list is empty if another request could join the batch, or if the next step depends on the
+    outcome of ``plan``.
+    """
     running = scheduler.running
     here = [
         (scheduled, request)
@@ -64,17 +68,17 @@ def _continuing(scheduler: Scheduler, plan: StepPlan) -> list[tuple[ScheduledReq
     if any(
         request.next_packing(scheduled.stop - 1) == scheduled.stop for scheduled, request in here
     ):
-        return []  # the packing depends on the outcome, and frees pages
+        return []  # a packing of KV is due, which depends on the outcome and frees pages
     if scheduler.cache.states is not None and _moves_states(scheduler.cache.page_size, here):
         return []
     return continuing
 
 
 def _moves_states(page_size: int, here: list[tuple[ScheduledRequest, Request]]) -> bool:
-    """Whether the following step moves a recurrent state to the next page end.
+    """Whether the next step moves a recurrent state of a request to the next page end.
 
-    Such a step waits for the outcome of this one. Otherwise the position of a state, when its
-    request ends or is computed again after a failure, would depend on whether that step had begun.
+    Such a step is not planned ahead. Otherwise the position of a state when its request ends, or
+    is computed again after a failure, would depend on whether the next step had begun.
     """
     return any(scheduled.stop % page_size == 0 for scheduled, _ in here)
 
@@ -104,7 +108,7 @@ def _next_row(
 
 
 def replan(scheduler: Scheduler, plan: StepPlan) -> StepPlan:
-    """Plan the same step again, now that its tokens are known, for the requests that still run."""
+    """Return ``plan`` for its requests that still run, with the tokens that are known now."""
     here = [
         each for scheduled in plan.requests if (each := scheduler.running.get(scheduled.request_id))
     ]

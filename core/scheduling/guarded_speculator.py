@@ -1,7 +1,7 @@
-"""GuardedSpeculator: a step goes on without drafts if drafting fails.
+"""GuardedSpeculator: a step continues without drafts if drafting fails.
 
-`Guarded` wraps a part of the event loop that may fail: a speculator, or one of its sources.
-`CircuitBreaker` is the rule that turns off a drafter that keeps failing.
+`Guarded` wraps an object that may raise errors in the event loop: a speculator, or one of its
+sources. `CircuitBreaker` decides when a drafter that keeps failing is turned off.
 """
 
 from __future__ import annotations
@@ -22,24 +22,25 @@ logger = logging.getLogger(__name__)
 P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
-MAX_FAILURES = 20  # failures in close succession after which a drafter is turned off
-FORGIVEN = 0.05  # part of a failure that each successful call cancels
-ALL_DRAFTERS = "all"  # names drafting as a whole where single drafters are named
+MAX_FAILURES = 20  # number of uncancelled failures at which a drafter is turned off
+FORGIVEN = 0.05  # each successful call cancels this fraction of one failure
+ALL_DRAFTERS = "all"  # key of drafting as a whole, beside the names of single drafters
 
 
 class CircuitBreaker:
-    """Decides when a drafter is turned off: after `MAX_FAILURES` in close succession.
+    """Count of a drafter's failures: it is turned off after `MAX_FAILURES` in close succession.
 
-    The rule is the same for all drafters: each success cancels `FORGIVEN` of a failure, so failures
-    far apart never add up. The owner reads ``is_open`` after each failure and drops the drafter.
+    The rule is the same for all drafters: each success subtracts `FORGIVEN` from the count, so
+    failures far apart never add up. The owner reads ``is_open`` after each failure, and stops using
+    the drafter if it is true.
     """
 
     def __init__(self) -> None:
-        self._num_failures = 0.0  # failures minus the cancelled part
+        self._num_failures = 0.0  # number of failures, minus what successes subtracted
 
     @property
     def is_open(self) -> bool:
-        """Whether the drafter is to be turned off."""
+        """Whether the drafter must be turned off."""
         return self._num_failures >= MAX_FAILURES
 
     def record_failure(self) -> None:
@@ -47,7 +48,7 @@ class CircuitBreaker:
         self._num_failures += 1
 
     def record_success(self) -> None:
-        """Cancel a part of the failures so far."""
+        """Subtract `FORGIVEN` from the count of failures."""
         if self._num_failures:
             self._num_failures = max(0.0, self._num_failures - FORGIVEN)
 
@@ -68,13 +69,13 @@ class Guarded(Generic[T]):
         """Whether the drafter is still used."""
         return self.inner is not self._idle
 
-    def failed(self, call: str) -> None:
-        """Log the exception that is being handled, and count it."""
+    def record_exception(self, call: str) -> None:
+        """Log the exception that is being handled, and count a failure of the method ``call``."""
         logger.exception("%s failed to %s; the step continues without it", self._title, call)
         self.count_failure(call)
 
     def count_failure(self, call: str) -> None:
-        """Count a failure of a method, and turn the drafter off after too many."""
+        """Count a failure of the method ``call``, and turn the drafter off after too many."""
         breaker = self.breakers[call]
         breaker.record_failure()
         if breaker.is_open:
@@ -85,9 +86,9 @@ class Guarded(Generic[T]):
 def guard(
     method: Callable[Concatenate[T, P], R], *, if_failed: R
 ) -> Callable[Concatenate[Guarded[T], P], R]:
-    """Return a method that calls ``method`` of `Guarded.inner`.
+    """Return a method of `Guarded` that calls ``method`` of `Guarded.inner`.
 
-    It returns ``if_failed`` if the call raises.
+    The returned method catches exceptions: it logs and counts them, and returns ``if_failed``.
     """
     name = method.__name__
 
@@ -95,9 +96,9 @@ def guard(
         try:
             found: R = getattr(self.inner, name)(*args, **kwargs)
         except Exception:
-            self.failed(name)
+            self.record_exception(name)
             return if_failed
-        if self.breakers:  # some method has failed before
+        if self.breakers:  # empty until a method fails
             self.breakers[name].record_success()
         return found
 
@@ -107,8 +108,9 @@ def guard(
 class GuardedSpeculator(Guarded[Speculator], Speculator):
     """Wrapper of a speculator: if a call fails, the step continues without drafts.
 
-    After repeated failures drafting is turned off. A plan that exceeds its limits or its budget is
-    a failure, too. A failed flush is raised, because the caller relies on the flush.
+    After repeated failures drafting is turned off. A plan that exceeds its limits or its budget
+    counts as a failure, too. The exception of a failed flush is raised, because the caller relies
+    on the flush.
     """
 
     def __init__(self, speculator: Speculator) -> None:
@@ -125,12 +127,12 @@ class GuardedSpeculator(Guarded[Speculator], Speculator):
     def plan(
         self, requests: Sequence[Request], limits: Sequence[int], *, budget: int, num_prefill: int
     ) -> Sequence[DraftPlan]:
-        """Return the speculator's plans; plans without drafts if it fails."""
+        """Return the speculator's plans, or plans without drafts if the speculator fails."""
         try:
             plans = self.inner.plan(requests, limits, budget=budget, num_prefill=num_prefill)
             _check(plans, limits, budget)
         except Exception:
-            self.failed("plan")
+            self.record_exception("plan")
             return [NO_DRAFT_PLAN] * len(requests)
         self.breakers["plan"].record_success()
         return plans
@@ -157,17 +159,17 @@ class GuardedSpeculator(Guarded[Speculator], Speculator):
 
     @override
     def count_failure(self, call: str) -> None:
-        # all failures count for `plan`, and only a successful plan cancels them
+        # Failures of all methods count as failures of `plan`: only a successful plan cancels them.
         super().count_failure("plan")
 
 
 def guarded(speculator: Speculator) -> Speculator:
-    """Wrap a speculator in a `GuardedSpeculator`; one that never drafts cannot fail."""
+    """Wrap a speculator in a `GuardedSpeculator`, except `NO_SPECULATION`, which cannot fail."""
     return speculator if speculator is NO_SPECULATION else GuardedSpeculator(speculator)
 
 
 def _check(plans: Sequence[DraftPlan], limits: Sequence[int], budget: int) -> None:
-    """Raise ValueError for plans that exceed the limits or the budget."""
+    """Raise ValueError for plans deeper than their ``limits`` or of more rows than ``budget``."""
     if len(plans) != len(limits):
         raise ValueError(f"the speculator made {len(plans)} plans for {len(limits)} requests")
     num_rows = 0
@@ -177,6 +179,6 @@ def _check(plans: Sequence[DraftPlan], limits: Sequence[int], budget: int) -> No
         num_rows += plan.num_rows
         if plan.depth > limit or num_rows > budget:
             raise ValueError(
-                f"the speculator planned {plan.depth} tokens of a path or {num_rows} rows in all, "
-                "more than the limit"
+                f"the speculator planned a draft {plan.depth} tokens deep (at most {limit} are "
+                f"allowed) and {num_rows} draft rows so far (at most {budget})"
             )

@@ -1,4 +1,4 @@
-"""Leases of KV pages for requests, by their cache options, and for their drafts.
+"""Leases of KV pages: acquire, publish and release them as a request's cache options allow.
 
 `awaits_prefix` and `would_fit` are the admission rules that concern pages. Drafts get free pages
 only: cached pages are never evicted for a draft. After the step the scheduler shrinks the lease to
@@ -18,7 +18,7 @@ from ..interface.plan import NO_PAGES
 from ..interface.request import Request
 from .states import as_chain, claim_states
 
-# Growth of each running request, in tokens, that must fit before a preempted request returns.
+# A preempted request is admitted only if each running request could grow by this many tokens.
 RETURN_GROWTH = 64
 
 
@@ -38,9 +38,11 @@ def cache_limit(request: Request) -> int | None:
 
 
 def awaits_prefix(cache: PrefixCache, request: Request, running: Iterable[Request]) -> bool:
-    """Whether a running request will publish the next page it needs, or a look-up is under way.
+    """Whether ``request`` should wait, because more of its prefix will soon be cached.
 
-    For a model with states: whether a running request will keep a state to resume from.
+    This is so while its pages are looked up in tiers, or while a running request computes the next
+    page of its prefix. For a model with recurrent states: while a running request computes a state
+    to resume from.
     """
     load = request.transfer.load
     if load is not None and not (load.is_found or load.is_over):
@@ -70,11 +72,11 @@ def num_uncached_tokens(cache: PrefixCache, request: Request) -> int:
 
 
 def would_fit(cache: PrefixCache, request: Request, running: Collection[Request]) -> bool:
-    """Whether a request's tokens, and one more if it generates, fit beside the running requests.
+    """Whether the pool has pages for a request's tokens, and for one more token if it generates.
 
-    The pages that prompts of running requests do not have yet are counted. Each running request
-    also gets room to grow: otherwise a preempted request would be admitted and preempted again at
-    once.
+    Pages that the prompts of running requests still need count as taken, and so do pages for the
+    growth of each running request: otherwise a preempted request would be admitted and preempted
+    again at once.
     """
     growth = RETURN_GROWTH if request.num_preemptions else 1
     page_size = cache.page_size
@@ -93,7 +95,10 @@ def would_fit(cache: PrefixCache, request: Request, running: Collection[Request]
 
 
 def acquire_kv(cache: PrefixCache, request: Request) -> KVLease:
-    """Acquire the lease of an admitted request; count the cached tokens the first time."""
+    """Acquire the lease of an admitted request.
+
+    The request's usage counts the cached tokens of its first admission only.
+    """
     is_first = request.num_preemptions == 0
     lease = cache.acquire(
         request.tokens,
@@ -112,27 +117,27 @@ def publish(cache: PrefixCache, request: Request) -> None:
     """Publish computed pages to the tree, if the request may write to the cache."""
     if request.lease is not None and request.cache.write:
         num_computed = request.num_computed
-        if request.extras.kv_budget:  # pages after the prompt may still be packed
+        if request.extras.kv_budget:  # packing may still change the pages after the prompt
             num_computed = min(num_computed, request.prompt_len)
         written = cache.publish(request.lease, request.tokens, num_computed)
-        _note(request, written, cache.page_size)
+        _count_written(request, written, cache.page_size)
 
 
 def release_kv(cache: PrefixCache, request: Request, *, keep: bool = True) -> None:
-    """Release the lease; with ``keep`` computed pages stay cached, if the request may write."""
+    """Release the lease. ``keep``: computed pages stay cached, if the request may write them."""
     lease, request.lease = request.lease, None
     if lease is not None:
         keep = keep and request.cache.write
         num_computed = request.num_computed
-        # The pages may be packed for the next step, and later KV depends on it.
+        # Pages of a packed answer are not cached: its KV depends on what was packed away.
         if request.num_packed_away(num_computed + 1):
             num_computed = request.prompt_len
         written = cache.release(lease, request.tokens, num_computed, keep=keep)
-        _note(request, written, cache.page_size)
+        _count_written(request, written, cache.page_size)
 
 
 def pin_prompt(cache: PrefixCache, request: Request) -> None:
-    """Pin the prefixes in `CacheOptions.pins`, once the prompt is published."""
+    """Pin the prefixes that `CacheOptions.pins` names; the prompt must be published."""
     if not request.cache.write:
         return
     for pin in request.cache.pins:
@@ -156,9 +161,9 @@ def pin_session(cache: PrefixCache, request: Request, num_computed: int) -> None
 
 
 def hold_prompt(cache: PrefixCache, request: Request) -> None:
-    """Hold the prompt's pages of an ended request for the engine that continues it.
+    """Hold the prompt's pages of an ended request for another engine, which continues the request.
 
-    That engine computes the prompt's last token itself, because it needs the logits.
+    The other engine computes the prompt's last token itself, because it needs the logits.
     """
     held = cache.transfers.hold(request.tokens, request.prompt_len - 1, namespace=request.namespace)
     request.transfer = replace(request.transfer, handed=held)
@@ -169,10 +174,10 @@ def allocate_draft_pages(
 ) -> tuple[DraftPlan, array[int]]:
     """Return the part of ``plan`` that fits into pages, and the pages for its nodes off the trunk.
 
-    Pages are allocated after the first ``num_tokens`` tokens. The longest path is cut to the free
-    pages. The pages for nodes off the trunk are private pages at the lease's end, which
-    `PrefixCache.shrink` frees. If they are fewer than the plan could use, the runner drops the last
-    nodes.
+    Pages are allocated after the first ``num_tokens`` tokens. If the longest path does not fit into
+    the free pages, the plan becomes a shorter chain. The pages for nodes off the trunk are private
+    pages at the lease's end, which `PrefixCache.shrink` frees. There may be too few of them for all
+    nodes; then the runner drops the last nodes.
     """
     if plan is NO_DRAFT_PLAN:
         return plan, NO_PAGES
@@ -182,7 +187,7 @@ def allocate_draft_pages(
     room = (len(lease.page_ids) + cache.num_free_pages) * cache.page_size - num_tokens
     cache.extend(lease, num_tokens + min(depth, room), evict=False)
     if depth > room:
-        draft, max_draft = plan.draft.trunk().first(room), min(plan.max_draft, room)
+        draft, max_draft = plan.draft.trunk().first_nodes(room), min(plan.max_draft, room)
         return replace(plan, draft=draft, max_draft=max_draft, may_branch=False), NO_PAGES
     wanted = -(-plan.num_beside_trunk // cache.page_size)
     if wanted == 0:
@@ -194,8 +199,11 @@ def allocate_draft_pages(
     return plan, lease.page_ids[-count:]
 
 
-def _note(request: Request, written: range, page_size: int) -> None:
-    """Add the prompt's full pages in ``written`` to the usage, only once even after preemptions."""
+def _count_written(request: Request, written: range, page_size: int) -> None:
+    """Add the prompt's full pages among the ``written`` tokens to the request's usage.
+
+    Tokens that were counted before a preemption are not counted again.
+    """
     upto = min(written.stop, request.prompt_len // page_size * page_size)
     new = upto - max(written.start, request.num_tokens_accounted)
     if new > 0:

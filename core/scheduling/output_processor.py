@@ -1,6 +1,6 @@
 """Output processing: append a step's tokens to a request, up to the first terminal event.
 
-Accepted tokens after that are discarded before ``num_computed``, usage and the delta are set. So
+Accepted tokens after that event are discarded before ``num_computed`` and the delta are set. So
 ids, log-probabilities, text and counts agree.
 """
 
@@ -15,10 +15,8 @@ from ..interface.request import Delta, FinishReason, Request, RequestStatus
 from ..interface.sampling import SamplingMetadata
 
 
-def take_output(
-    request: Request, scheduled: ScheduledRequest, out: RequestOutput, now: float
-) -> Delta:
-    """Append a step's tokens and return the delta for the reader.
+def take_output(request: Request, scheduled: ScheduledRequest, out: RequestOutput) -> Delta:
+    """Append a step's tokens to the request, and return them as a delta for its consumer.
 
     Raises any error of the request's ``on_token``.
     """
@@ -29,15 +27,13 @@ def take_output(
     request.num_computed = min(scheduled.stop + len(out.path), len(request.tokens))
     if out.pooled is not None:
         delta.pooled, delta.finish_reason = out.pooled, FinishReason.STOP
-    if delta.token_ids:
-        _count(request, out, delta, now)
     return delta
 
 
 def request_error(request: Request, out: RequestOutput) -> ForetokenError:
-    """Return the error of a request that failed without others.
+    """Return the error of a request that failed alone, while its step succeeded.
 
-    If its parameters caused the failure, the error names one of them.
+    If a parameter of the request caused the failure, the error names the parameter.
     """
     if not isinstance(out.error, Refusal):
         return ForetokenError(out.error)
@@ -45,7 +41,7 @@ def request_error(request: Request, out: RequestOutput) -> ForetokenError:
 
 
 def _param_to_blame(sampling: SamplingMetadata) -> str | None:
-    """Return the first parameter that bans tokens, to name in the error if all are banned."""
+    """Return the name of a parameter that bans tokens, for the error that all are banned."""
     if sampling.constraint_param is not None:
         return sampling.constraint_param
     if sampling.params.allowed_token_ids is not None:
@@ -56,7 +52,7 @@ def _param_to_blame(sampling: SamplingMetadata) -> str | None:
 
 
 def late_end(request: Request) -> Delta:
-    """Return the last delta of a request past its deadline: an error if it never ran."""
+    """Return the last delta of a request whose deadline passed: an error if it never ran."""
     if request.status is RequestStatus.WAITING and not request.num_output:
         return Delta(error=DeadlineExceeded("the deadline passed before the request could run"))
     return Delta(finish_reason=FinishReason.ABORT, stop_reason="deadline")
@@ -66,7 +62,7 @@ def _append(request: Request, out: RequestOutput, delta: Delta) -> None:
     if out.token_ids and not request.sampling.generates:
         delta.finish_reason = FinishReason.LENGTH
         return
-    if _goes_on(request, out.token_ids):
+    if _cannot_end(request, out.token_ids):
         request.tokens.extend(out.token_ids)
         delta.token_ids.extend(out.token_ids)
         delta.logprobs.extend(out.logprobs)
@@ -81,7 +77,7 @@ def _append(request: Request, out: RequestOutput, delta: Delta) -> None:
             return
 
 
-def _goes_on(request: Request, token_ids: Sequence[int]) -> bool:
+def _cannot_end(request: Request, token_ids: Sequence[int]) -> bool:
     """Whether no token of ``token_ids`` can end the answer."""
     return (
         request.on_token is None
@@ -91,7 +87,10 @@ def _goes_on(request: Request, token_ids: Sequence[int]) -> bool:
 
 
 def _end_at(request: Request, token_id: int, delta: Delta) -> None:
-    """Set the finish reason if this token ends the answer; a stop token or string comes first."""
+    """Set the finish reason if ``token_id`` ends the answer.
+
+    A stop token or stop string takes precedence over the length limit.
+    """
     if token_id in request.stop_ids:
         delta.finish_reason = FinishReason.STOP
         explicit = token_id in request.sampling.params.stop_token_ids
@@ -104,40 +103,13 @@ def _end_at(request: Request, token_id: int, delta: Delta) -> None:
         delta.finish_reason = FinishReason.LENGTH
 
 
-def _count(request: Request, out: RequestOutput, delta: Delta, now: float) -> None:
-    usage, draft, num_tokens = request.usage, out.draft, len(delta.token_ids)
-    names = set(draft.sources) if draft.sources else ()
-    if len(names) == 1:  # by far the most frequent case, which needs no look at each token
-        accepted = [*names] * min(len(out.path), num_tokens)
-    else:
-        accepted = [draft.sources[node] for node in out.path[:num_tokens]]
-    served = len(accepted)
-    if usage.completion_tokens == 0:
-        usage.time_to_first_token = now - request.arrival_time
-    usage.completion_tokens += num_tokens
-    usage.verify_steps += 1
-    usage.steps_by_accepted[served] = usage.steps_by_accepted.get(served, 0) + 1
-    delta.token_sources = [*accepted, *[""] * (num_tokens - served)]
-    if draft.token_ids:
-        usage.proposed_tokens += len(draft.token_ids)
-        usage.accepted_tokens += served
-        usage.draft_steps += 1
-        usage.tree_steps += bool(draft.parents) and not draft.is_chain
-        delta.num_proposed = len(draft.token_ids)
-        delta.proposed_sources = list(draft.sources)
-        delta.accepted_sources = accepted
-        proposed_by_source, accepted_by_source = usage.proposed_by_source, usage.accepted_by_source
-        for name in names:
-            num_proposed = delta.proposed_sources.count(name)
-            proposed_by_source[name] = proposed_by_source.get(name, 0) + num_proposed
-            if num_accepted := accepted.count(name):
-                accepted_by_source[name] = accepted_by_source.get(name, 0) + num_accepted
-
-
 def _new_prompt_logprobs(
     request: Request, scheduled: ScheduledRequest, out: RequestOutput
 ) -> list[TokenLogprob]:
-    """Return the prompt log-probabilities not sent before: a preemption computes them again."""
+    """Return the prompt log-probabilities that were not sent yet.
+
+    A request that was preempted computes all of them again.
+    """
     new = list(out.prompt_logprobs[max(0, request.num_prompt_logprobs - scheduled.start) :])
     request.num_prompt_logprobs += len(new)
     return new

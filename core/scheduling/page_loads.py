@@ -1,11 +1,12 @@
 """PageLoads: loads of KV pages from tiers for requests that wait or run.
 
-A waiting request is looked up in the tiers, and is not admitted until the result is known. If
-loading takes less time than computing, it gets pages for the found KV at its admission, but is not
-planned until they are loaded. Meanwhile no step touches these pages, so the I/O thread writes to
-them directly. Then the request continues as after a prefix hit. KV that is missing, late or damaged
-is computed. A model with recurrent states resumes only after the last page: its state is loaded
-first, and without the state, or without one of the pages, everything is computed.
+The prefix of a waiting request is looked up in the tiers, and the request is not admitted until the
+result is known. If loading takes less time than computing, the request gets pages for the found KV
+at its admission, but no step computes it until the pages are loaded. Meanwhile no step touches
+these pages, so the I/O thread writes to them directly. Then the request continues as after a prefix
+hit. KV that is missing, late or damaged is computed. A request of a model with recurrent states
+resumes only after the last page: the state there is loaded first, and without the state, or without
+one of the pages, everything is computed.
 """
 
 from __future__ import annotations
@@ -23,61 +24,64 @@ from ..interface.request import Request
 from .leases import cache_limit, publish
 
 LOOKUP_SECONDS = 0.05  # time limit of a look-up; after it, no page counts as found
-MEETING_SECONDS = 0.5  # time limit of a look-up if a peer is to be reached first
+MEETING_SECONDS = 0.5  # time limit of a look-up that must first connect to a peer
 
 # A load is late after this multiple of its estimated time, but not before this number of seconds.
 LATE, LATE_SECONDS = 3.0, 0.25
-TRIAL_SECONDS = 30.0  # time without a load, after which a load is tried even if it seems too slow
+
+# After this time without a load, a load is tried even if its estimate is longer than computing.
+TRIAL_SECONDS = 30.0
 
 
 class PageLoads:
-    """Look-ups and loads under way; changed only by the scheduler and the engine's I/O.
+    """The look-ups and loads of pages that are under way.
 
-    ``on_order`` is called when there is a new look-up or load for the I/O thread, ``on_offer`` when
-    there is a peer to connect to or to notify. A request may have an offer of pages in another
-    engine, the peer (`Transfer.offer`). These pages are looked up like others, once the I/O thread
-    has connected to the peer. The offer ends when its request no longer waits for the pages, for
-    any reason: admitted without a load, loaded, late, preempted or ended. A *fetched* request is
-    not scheduled: its pages are loaded into the tree for another request with the same prompt, and
-    nothing is computed for it.
+    Only the scheduler and the engine's I/O change them. ``on_order`` is called when there is a new
+    look-up or load for the I/O thread, ``on_offer`` when there is a peer to connect to or to
+    notify. A request may have an offer of pages in another engine, the peer (`Transfer.offer`). The
+    offered pages are looked up like pages of a tier, once the I/O thread has connected to the peer.
+    The offer ends when its request no longer waits for the pages: the request was admitted without
+    a load, the load ended or was late, or the request was preempted or ended. A *fetched* request
+    is not scheduled: its pages are loaded into the tree for another request with the same prompt,
+    and nothing is computed for it.
     """
 
     def __init__(self, cache: PrefixCache, tiers: KVTiers) -> None:
         self.tiers = tiers
-        self.look_ups: deque[PageLoad] = deque()  # look-ups to be made
-        self.loads: deque[PageLoad] = deque()  # loads to be made, in order
-        self.meetings: deque[PageOffer] = deque()  # offers whose peers are to be met
-        self.ended_offers: deque[PageOffer] = deque()  # offers whose peers are to be notified
-        self.num_offers = 0  # offers that have not ended
+        self.look_ups: deque[PageLoad] = deque()  # look-ups for the I/O thread to make
+        self.loads: deque[PageLoad] = deque()  # loads for the I/O thread to make, in order
+        self.meetings: deque[PageOffer] = deque()  # offers whose peers to connect to
+        self.ended_offers: deque[PageOffer] = deque()  # offers whose peers to notify of the end
+        self.num_offers = 0  # number of offers that have not ended
         self.on_offer: Callable[[], None] = lambda: None
         self.num_late = 0
         self.on_order: Callable[[PageLoad], None] = lambda _: None
         self._cache = cache
-        self._tries_at = 0.0  # time from which a load is tried even if it seems too slow
-        self._awaited: dict[str, PageLoad] = {}  # by the id of the waiting request
+        self._tries_at = 0.0  # time from which a load that seems too slow is tried again
+        self._awaited: dict[str, PageLoad] = {}  # look-ups and loads under way, by request id
 
-        # Requests that have pages and wait for their content.
+        # Admitted requests whose pages are being loaded.
         self._loading: dict[str, Request] = {}
-        self._fetched: dict[str, Request] = {}  # fetched requests, until their ends
+        self._fetched: dict[str, Request] = {}  # fetched requests whose fetch has not ended
 
-        # Look-ups that are done, of fetched requests whose loads have not begun.
+        # Finished look-ups of fetched requests whose loads have not begun.
         self._found_fetches: list[PageLoad] = []
         self._now = 0.0  # time of the latest round
-        self._loaded_pages = array("q")  # pages loaded since the last plan
+        self._loaded_pages = array("q")  # page ids loaded since the last plan
 
-        # Leases left by their requests, still used by the thread.
+        # Leases that requests gave up while the I/O thread still writes to their pages.
         self._leases: dict[PageLoad, KVLease] = {}
-        # Whether a request fits beside the running ones.
+        # Return whether a request fits into the pool beside the running requests.
         self.has_room: Callable[[Request], bool] = lambda _: True
 
     @property
     def num_loading(self) -> int:
-        """Number of running requests that are not planned, because their pages are being loaded."""
+        """Number of running requests that no step computes, because their pages are loading."""
         return len(self._loading) - len(self._loading.keys() & self._fetched.keys())
 
     @property
     def fetched(self) -> Collection[Request]:
-        """Fetched requests; the tokens of each end with the pages of its offer."""
+        """Fetched requests, whose tokens are cut off one token after the offered pages."""
         return self._fetched.values()
 
     @property
@@ -89,7 +93,10 @@ class PageLoads:
     # -- offers ---------------------------------------------------------------------------------
 
     def meet(self, request: Request) -> None:
-        """Order a connection to the peer of a request's offer, if any; call before `look_up`."""
+        """Order a connection to the peer of a request's offer, if the request has an offer.
+
+        This must precede `look_up`.
+        """
         offer = request.transfer.offer
         if offer is not None:
             self.num_offers += 1
@@ -97,7 +104,7 @@ class PageLoads:
             self.on_offer()
 
     def end_offer(self, offer: PageOffer) -> None:
-        """Notify the peer of an offer that it may free the pages."""
+        """Order a notice to the peer that made ``offer``: it may free the pages."""
         self.ended_offers.append(offer)
         self.on_offer()
 
@@ -112,10 +119,10 @@ class PageLoads:
     # -- fetches --------------------------------------------------------------------------------
 
     def fetch(self, request: Request, now: float) -> None:
-        """Load the pages of a request's offer into the tree, if its prompt fits.
+        """Load the pages of a request's offer into the tree, if the pool has room for its prompt.
 
-        Pages that are missing, late or damaged are left out. No running request is preempted for
-        it.
+        Pages that are missing, late or damaged are left out. No running request is preempted to
+        make room.
         """
         offer = request.transfer.offer
         if offer is not None:  # tokens after the offered pages are not needed
@@ -127,7 +134,7 @@ class PageLoads:
             self._end_fetch(request)
 
     def begin_fetches(self, now: float) -> None:
-        """Begin the fetches that were looked up, while no step is under way."""
+        """Begin the loads of fetched requests whose pages were found; no step may be under way."""
         found, self._found_fetches = self._found_fetches, []
         for load in found:
             request = self._fetched.get(load.request_id)
@@ -157,15 +164,16 @@ class PageLoads:
     # -- before admission -----------------------------------------------------------------------
 
     def look_up(self, request: Request, now: float) -> None:
-        """Look up the pages of a waiting request that the pool lacks, if they are many.
+        """Look up the pages of a waiting request that are not in the pool.
 
-        The look-up is repeated if the pool has lost some of its pages since the last one.
+        Nothing is looked up for fewer than `KVTiers.least_tokens` tokens. A second look-up is made
+        only if the pool has lost pages of the request since the first one.
         """
         size, last, offer = self._cache.page_size, request.transfer.load, request.transfer.offer
         if cache_limit(request) is not None or not self.tiers.is_open:
             return
         if self._cache.states is not None and not request.cache.write:
-            return  # the request could resume only from published pages
+            return  # a loaded state must be published, which this request may not do
         first = self._cache.match_len(request.tokens, namespace=request.namespace) // size
         is_known = last is not None and (first >= last.first or not _is_done(last))
         num_tokens = (len(request.tokens) - 1) // size * size - first * size
@@ -205,10 +213,10 @@ class PageLoads:
         return any(each.due <= now for each in self._awaited.values())
 
     def begin_round(self, now: float) -> None:
-        """Give up look-ups and loads that are past their time limit; begin fetches.
+        """Give up look-ups and loads that are past their time limit, and begin fetches.
 
-        No step may be under way: one that was launched ahead may write rows of a request that
-        ended, whose pages are free.
+        No step may be under way: a step that was launched ahead may still write KV of a request
+        that ended, whose pages are free already.
         """
         self._now = now
         for load in [each for each in self._awaited.values() if each.due <= now]:
@@ -228,7 +236,7 @@ class PageLoads:
             self._free_state(load)
 
     def _free_state(self, load: PageLoad) -> None:
-        """Free the slot of a state that is not loaded, or not needed any more."""
+        """Free the slot that was reserved for the state of a load, if there is one."""
         slot, load.state_slot = load.state_slot, None
         if slot is not None:
             self._cache.end_state_load(slot)
@@ -236,9 +244,9 @@ class PageLoads:
     # -- from admission on ----------------------------------------------------------------------
 
     def begin(self, request: Request, now: float, compute_seconds: float) -> None:
-        """Begin to load the pages of a request that was just admitted, if that is worth it.
+        """Begin to load the pages of a newly admitted request, if that is faster than computing.
 
-        ``compute_seconds``: seconds to compute a token; 0 if unknown.
+        ``compute_seconds``: seconds to compute one token; 0 if unknown, then the pages are loaded.
         """
         self._begin(request, now, compute_seconds)
         if request.transfer.load is None:
@@ -272,9 +280,9 @@ class PageLoads:
         self._order(load)
 
     def _begin_state(self, load: PageLoad) -> bool:
-        """Reserve a slot for the state of a load, if the model has states.
+        """Reserve a slot for the state of a load, if the model has recurrent states.
 
-        Returns False if none is free.
+        Returns False if no slot is free.
         """
         if self._cache.states is None:
             return True
@@ -283,7 +291,10 @@ class PageLoads:
         return load.state_slot is not None
 
     def _num_calls(self, load: PageLoad) -> int:
-        """Return how many calls for pages would take as long as the next call for this load."""
+        """Return how long the load's next I/O call may take, as a multiple of a call for pages.
+
+        A call that loads a recurrent state may take as long as several calls that load pages.
+        """
         num_pages = self.tiers.num_state_pages if load.lacks_state else 1
         return -(-num_pages // self.tiers.pages_per_call)
 
@@ -301,12 +312,11 @@ class PageLoads:
     def loaded(self, load: PageLoad, num_asked: int, num_pages: int, now: float) -> None:
         """Record the result of a call of the I/O thread: ``num_pages`` of ``num_asked`` arrived.
 
-        The time limit restarts with every call: without an estimate, the number of calls is
-        unknown.
+        Each call gets a time limit of its own, because the time of all calls may be unknown.
         """
         load.is_in_thread = False
         if load.is_over:
-            self._leave_thread(load)
+            self._release_ended(load)
             return
         load.num_loaded += num_pages
         if num_pages == num_asked and load.num_loaded < len(load.page_ids):
@@ -322,14 +332,14 @@ class PageLoads:
             self._end_fetch(request)
         self.forget(request)
 
-    def state_loaded(self, load: PageLoad, now: float, *, is_whole: bool) -> None:
-        """Record whether a state was loaded; then order the pages of the load, or give it up."""
+    def state_loaded(self, load: PageLoad, now: float, *, is_loaded: bool) -> None:
+        """Record whether a state was loaded completely; then load its pages, or end the load."""
         load.is_in_thread = False
         if load.is_over:
-            self._leave_thread(load)
+            self._release_ended(load)
             return
         load.lacks_state = False
-        if is_whole:
+        if is_loaded:
             seconds = self.tiers.load_seconds(self._num_queued_pages())
             load.due = now + max(LATE * seconds, LATE_SECONDS)
             self._order(load)
@@ -338,8 +348,8 @@ class PageLoads:
         request.usage.cache_loss = Eviction("unsound", self._now)
         self.forget(request)
 
-    def _leave_thread(self, load: PageLoad) -> None:
-        """Free the slot and the lease of a load whose request no longer waits, after its call."""
+    def _release_ended(self, load: PageLoad) -> None:
+        """Free the slot and the lease of an ended load, which the I/O thread no longer uses."""
         self._free_state(load)
         if (lease := self._leases.pop(load, None)) is not None:
             self._cache.release(lease, load.tokens, 0, keep=False)
@@ -347,7 +357,7 @@ class PageLoads:
     def _keep_loaded(self, request: Request, load: PageLoad) -> None:
         """Count loaded pages as computed, and publish them.
 
-        For a model with recurrent states, only if all pages were loaded.
+        For a model with recurrent states this is done only if all pages were loaded.
         """
         num_tokens = load.num_loaded * self._cache.page_size
         if not num_tokens:
@@ -369,23 +379,23 @@ class PageLoads:
         slot, load.state_slot = load.state_slot, None
         if slot is not None:
             self._cache.end_state_load(slot, request.lease, request.num_computed)
-        if request.lease is not None:  # the tree may have kept pages of its own instead
+        if request.lease is not None:  # the tree may already have had equal pages of its own
             kept = request.lease.page_ids[load.first : load.first + load.num_loaded]
             self._loaded_pages.extend(each for each in kept if each in ids)
 
     def take_loaded_pages(self) -> array[int]:
-        """Return the pages that were loaded and kept since the last call."""
+        """Return the ids of the pages that were loaded and kept since the last call."""
         pages, self._loaded_pages = self._loaded_pages, array("q")
         return pages
 
     def return_loaded_pages(self, page_ids: array[int]) -> None:
-        """Put back the loaded pages of a step that was not computed."""
+        """Put back the loaded pages of a plan that was discarded."""
         self._loaded_pages = page_ids + self._loaded_pages
 
     def _give_up(self, request: Request, load: PageLoad) -> None:
         """Give up a load, so that the request computes the late pages.
 
-        Pages under I/O stay with the old lease until the thread has left them.
+        Pages under I/O stay with the old lease until the I/O thread no longer uses them.
         """
         self.num_late += 1
         self.tiers.note_late()
@@ -408,14 +418,18 @@ class PageLoads:
         self.forget(request)
 
     def forget(self, request: Request) -> None:
-        """End a request's look-up or load, and its offer, if it has them."""
+        """End a request's look-up or load, if any, and its offer, if any."""
         load = self._take(request)
         if load is not None:
             self._end(load)
         self._leave_offer(request)
 
     def leave(self, request: Request) -> None:
-        """Take over the lease of a request that is about to release it, if pages are under I/O."""
+        """End a request's load before the request releases its lease.
+
+        If the I/O thread still writes to its pages, the lease is taken from the request and
+        released later.
+        """
         load, lease = request.transfer.load, request.lease
         self.forget(request)
         if load is not None and lease is not None and load.is_in_thread:
@@ -423,18 +437,18 @@ class PageLoads:
             request.lease = None
 
     def _keep_lease(self, load: PageLoad, lease: KVLease) -> None:
-        """Keep a lease until the thread's call for its pages ends; free the other pages."""
+        """Keep a lease until the I/O thread's call for its pages ends; free the other pages."""
         num_pages = load.first + load.num_loaded + self.tiers.pages_per_call
-        self._cache.part_state(lease)
+        self._cache.free_state(lease)
         self._cache.shrink(lease, num_pages * self._cache.page_size)
         self._leases[load] = lease
 
     def close(self) -> None:
-        """Release all leases, once the thread makes no more calls."""
+        """Release all leases; the I/O thread must have made its last call."""
         for request in list(self._fetched.values()):
             self._end_fetch(request)
         for load in list(self._leases):
-            self._leave_thread(load)
+            self._release_ended(load)
 
 
 def _is_done(load: PageLoad) -> bool:

@@ -1,9 +1,9 @@
 """WaitingQueue: the waiting requests in the order of their admission.
 
 Three rules decide. Urgency: a lower ``priority`` goes first, and each ``aging_seconds`` of waiting
-count as one priority, up to the most urgent waiting request. Fairness: among the tenants whose
-first request has this urgency, the one served least goes first, by its virtual token counter.
-Order: the requests of one tenant go by `Request.order`, which never changes.
+lower it by one, but not below the lowest priority of the waiting requests. Fairness: among the
+tenants whose first request has this urgency, the tenant with the lowest virtual token counter goes
+first. Order: the requests of one tenant are sorted by `Request.order`, which never changes.
 
 So a stream of urgent requests does not starve others, and a tenant with one request does not wait
 for another tenant's long queue.
@@ -22,21 +22,22 @@ from sortedcontainers import SortedDict, SortedKeyList, SortedList
 from ..interface.request import Request, Tenant, by_order, by_work
 
 SortKey = tuple[int, float, int]
-MAX_PROMOTED = 8  # tenants whose urgency rises in one round; the others follow a round later
-MAX_KNOWN = 4096  # most counters kept for tenants that do not wait
+MAX_PROMOTED = 8  # maximum number of tenants whose urgency rises in one round
+MAX_KNOWN = 4096  # maximum number of counters kept for tenants without waiting requests
 
 
 class VirtualTokenCounter:
-    """Counts the tokens computed for each tenant.
+    """Counters of the tokens computed for each tenant.
 
-    Only differences matter. A tenant that begins to wait is lifted to ``floor``, the least counter
-    of the waiting tenants, so idle time saves up no credit (Sheng et al., "Fairness in Serving
-    Large Language Models", 2024). A tenant at or below the floor need not be remembered: it would
-    be lifted anyway. Of the other tenants, at most ``MAX_KNOWN`` that do not wait are remembered.
+    Only the differences between tenants matter. When a tenant begins to wait, its counter is raised
+    to ``floor``, the least counter of the waiting tenants, so an idle tenant saves up no credit
+    (Sheng et al., "Fairness in Serving Large Language Models", 2024). A counter at or below
+    ``floor`` need not be kept, because it would be raised anyway. At most ``MAX_KNOWN`` other
+    counters of tenants that do not wait are kept.
     """
 
     def __init__(self) -> None:
-        self.floor = 0  # only rises
+        self.floor = 0  # least counter of a tenant that begins to wait; never decreases
         self._counts: dict[Tenant, int] = {}
         self._sweep_at = 2 * MAX_KNOWN
 
@@ -51,12 +52,12 @@ class VirtualTokenCounter:
         self._counts[tenant] = self._counts.get(tenant, self.floor) + num_tokens
 
     def lift(self, tenant: Tenant, least: int) -> None:
-        """Lift a tenant that begins to wait to ``least``, the least counter of the others. O(1)."""
+        """Raise the counter of a tenant that begins to wait to at least ``least`` tokens. O(1)."""
         self.floor = max(self.floor, least)
         self._counts[tenant] = max(self[tenant], self.floor)
 
     def forget(self, waiting: Container[Tenant]) -> None:
-        """Drop counters that are not needed; waiting tenants keep theirs. O(1) on average."""
+        """Drop counters that are not needed, but none of ``waiting`` tenants. O(1) on average."""
         if len(self._counts) < self._sweep_at:
             return
         kept = {each: count for each, count in self._counts.items() if each in waiting}
@@ -85,20 +86,22 @@ class TenantQueue:
     """Waiting requests of one tenant."""
 
     tenant: Tenant
-    requests: SortedKeyList[Request] = field(default_factory=_in_order)  # at least one
+    requests: SortedKeyList[Request] = field(default_factory=_in_order)  # never empty
     level: int = 0  # urgency of the first request, as a priority; key of `_levels`
-    sort_key: SortKey = (0, 0.0, 0)  # tenant's counter when last filed, then `by_order`
 
-    # Time when the level falls by one, and the first request's serial.
+    # The tenant's counter when the queue was last sorted in, then `Request.order` of its first one.
+    sort_key: SortKey = (0, 0.0, 0)
+
+    # Time when the level decreases by one, and the first request's serial.
     promote_at: tuple[float, int] = (0.0, 0)
 
 
 class WaitingQueue:
-    """Requests that own no page, new or preempted, in the order of their admission.
+    """The waiting requests, new or preempted, in the order of their admission; they own no pages.
 
-    A round begins with `begin_round`. Then the caller removes the request that `first` returns, or
-    passes it over until the next round, and calls `first` again. Each call is O(log n + levels):
-    levels are the different urgencies up to the most urgent priority.
+    A round of admissions begins with `begin_round`. Then the caller removes the request that
+    `first` returns, or passes it over until the next round, and calls `first` again. Each call is
+    O(log n + levels), where levels is the number of different urgencies that can go first.
     """
 
     def __init__(self, aging_seconds: float) -> None:
@@ -111,11 +114,11 @@ class WaitingQueue:
         self._tenant_queues: dict[Tenant, TenantQueue] = {}
         self._levels: SortedDict[int, SortedDict[SortKey, TenantQueue]] = SortedDict()
         self._promotions: SortedDict[tuple[float, int], TenantQueue] = SortedDict()
-        # Priorities of all requests in tenants' queues.
+        # Sorted priorities of all requests in the tenants' queues.
         self._priorities: SortedList[int] = SortedList()
-        self._last_tenant: Tenant = None  # tenant whose queue was emptied last
+        self._last_tenant: Tenant = None  # tenant whose queue became empty last
 
-        # All requests of each tenant, the shortest first.
+        # All waiting requests of each tenant, the request with the least left to compute first.
         self._by_work: dict[Tenant, SortedKeyList[Request]] = {}
 
     # -- content --------------------------------------------------------------------------------
@@ -125,11 +128,14 @@ class WaitingQueue:
 
     @property
     def requests(self) -> ValuesView[Request]:
-        """All waiting requests, in no order. O(1)."""
+        """All waiting requests, unsorted. O(1)."""
         return self._requests.values()
 
     def __iter__(self) -> Iterator[Request]:
-        """Iterate in the order of admission, as if no further request arrived. O(n log n)."""
+        """Yield the requests in the order of admission if no further request arrives. O(n log n).
+
+        Each yielded request adds its number of tokens to a copy of its tenant's counter.
+        """
         remaining = WaitingQueue(self._aging_seconds)
         remaining.counters, remaining._now = self.counters.copy(), self._now
         for request in self._requests.values():
@@ -140,7 +146,7 @@ class WaitingQueue:
             yield first
 
     def num_of(self, tenant: Tenant) -> int:
-        """Return how many requests of a tenant wait. O(1)."""
+        """Return the number of waiting requests of ``tenant``. O(1)."""
         tenant_queue = self._tenant_queues.get(tenant)
         num_passed = sum(request.tenant == tenant for request in self._passed)
         return num_passed + (0 if tenant_queue is None else len(tenant_queue.requests))
@@ -164,13 +170,16 @@ class WaitingQueue:
             del self._by_work[request.tenant]
 
     def charge(self, tenant: Tenant, num_tokens: int) -> None:
-        """Charge a tenant for computed tokens. O(1): queues are reordered when they are read."""
+        """Add computed tokens to a tenant's counter. O(1): `first` sorts the queues again."""
         self.counters.charge(tenant, num_tokens)
 
     # -- a round of admission -------------------------------------------------------------------
 
     def begin_round(self, now: float) -> None:
-        """Begin a round: add passed-over requests again, and raise urgencies by waiting time."""
+        """Begin a round: return passed-over requests to their queues, and raise urgencies.
+
+        ``now`` is in seconds; the urgency of a request rises with the time that it has waited.
+        """
         self._now = now
         passed, self._passed = self._passed, []
         for request in passed:
@@ -179,15 +188,15 @@ class WaitingQueue:
             self._promote()
 
     def first(self) -> Request | None:
-        """Return the request to be admitted next, or None."""
+        """Return the request to admit next; None if no request is left in this round."""
         foremost = min(self._urgent(), key=lambda tenant_queue: tenant_queue.sort_key, default=None)
         return None if foremost is None else foremost.requests[0]
 
     def shortest(self, may_run: Callable[[Request], bool]) -> Request | None:
-        """Return the shortest request of the least served tenant, if it ``may_run``.
+        """Return the shortest request of a tenant, or None if ``may_run`` is false for all tenants.
 
-        Tenants whose shortest request may not run are left out. More urgent requests come first.
-        O(tenants).
+        Each tenant's request with the least left to compute is considered, if ``may_run`` is true
+        for it. The lowest priority goes first, then the lowest counter of the tenant. O(tenants).
         """
         return min(
             (own[0] for own in self._by_work.values() if may_run(own[0])),
@@ -200,28 +209,28 @@ class WaitingQueue:
         )
 
     def pass_over(self, request: Request) -> None:
-        """Skip a request until the next round."""
+        """Skip ``request`` until the next round."""
         self._leave(request)
         self._passed.append(request)
 
     # -- tenants' queues ------------------------------------------------------------------------
 
     def _urgent(self) -> list[TenantQueue]:
-        """Return the least served tenant's queue per urgency, up to the most urgent priority."""
+        """Return the least served tenant's queue of each urgency whose requests can go first."""
         if not self._levels:
             return []
-        # Waiting raises a request at most to the most urgent waiting priority, so requests of a
-        # long queue and new ones are ordered by the tokens that their tenants were served.
+        # All levels below the lowest waiting priority count as equally urgent. So old and new
+        # requests are ordered by the tokens that their tenants were served.
         most = max(self._priorities[0], self._levels.keys()[0])
         levels = takewhile(lambda level: level <= most, self._levels)
         return [self._least(self._levels[level]) for level in levels]
 
     def _join(self, tenant: Tenant) -> None:
-        """Lift the counter of a tenant that begins to wait to the least one among urgent tenants.
+        """Raise the counter of a tenant that begins to wait to the least one of urgent tenants.
 
-        If no tenant waits, the tenant that waited last counts. Tenants that wait with low
-        priorities do not count: their counters do not change, and a new tenant lifted only to them
-        would go before all tenants being served.
+        If no tenant waits, the counter of the tenant that waited last is used. Less urgent tenants
+        are ignored: they are not served now, so their counters stay low, and a new tenant with such
+        a counter would go before all tenants that are served.
         """
         least = [tenant_queue.sort_key[0] for tenant_queue in self._urgent()]
         self.counters.forget(self._tenant_queues)
@@ -297,7 +306,7 @@ class WaitingQueue:
     def _least(self, tenant_queues: SortedDict[SortKey, TenantQueue]) -> TenantQueue:
         """Return the queue of a level whose tenant was served least.
 
-        Counters only grow, so a queue that is filed too early is found and refiled here.
+        A counter may have grown since its queue was sorted in: such a queue is sorted in again.
         """
         while True:
             sort_key, tenant_queue = tenant_queues.peekitem(0)
@@ -310,7 +319,7 @@ class WaitingQueue:
             tenant_queues[tenant_queue.sort_key] = tenant_queue
 
     def check(self) -> None:
-        """Assert that each request is in one queue or passed over, each queue in a level. O(n)."""
+        """Assert the queue's invariants, such as that no request is queued twice. O(n log n)."""
         queues = self._tenant_queues
         queued = [request for each in queues.values() for request in each.requests]
         assert len({*queued, *self._passed}) == len(queued) + len(self._passed), (

@@ -21,19 +21,20 @@ from .page_loads import PageLoads
 from .request_queue import WaitingQueue
 
 # A tenant is a ``cache_salt`` or an API key; all requests without either are one tenant.
-MULTI_TENANT_SECONDS = 600.0  # time that a tenant counts as present after its last request
-MAX_PASSED = 16  # most requests that a round passes over because their prefix is being computed
+MULTI_TENANT_SECONDS = 600.0  # time for which a tenant counts as present after a request
+MAX_PASSED = 16  # maximum number of requests that one round passes over
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerLimits:
     """Limits of a step and of the queue, in tokens and requests.
 
-    ``max_slowdown``: how many times longer a step may take because prompts are computed beside
-    decoding requests. ``aging_seconds``: time of waiting that makes a request one priority more
-    urgent. ``max_priority``: the greatest distance of a request's priority from 0. ``kv_budget``:
-    tokens of each answer that keep their KV unless the request names a number; 0: no KV is packed.
-    ``takes_images``: prompts may have images, because the model has a tower for them.
+    ``max_slowdown``: how many times longer a step with decoding requests may take because it
+    computes prompt tokens, too. ``aging_seconds``: waiting time that lowers the priority number of
+    a request by one. ``max_priority``: the greatest absolute value of a priority. ``kv_budget``:
+    number of tokens of each answer that keep their KV, unless the request sets its own; 0: no KV is
+    packed. ``takes_images``: whether the model has an image encoder, so that prompts may have
+    images.
     """
 
     max_batch_tokens: int
@@ -49,17 +50,17 @@ class SchedulerLimits:
 
 
 class PendingArrivals(NamedTuple):
-    """Requests that are accepted but not queued yet: they count against the queue's room."""
+    """Numbers of requests that are accepted but not queued yet; they take up room in the queue."""
 
     num_all: int = 0
-    num_own: int = 0  # accepted requests of the checked request's tenant
+    num_own: int = 0  # number of such requests from the tenant of the request to check
 
 
 NO_ARRIVALS = PendingArrivals()
 
 
 def check_fits(request: Request, capacity: int) -> None:
-    """Raise `PromptTooLong` unless the prompt, and a token if it generates, fit ``capacity``."""
+    """Raise `PromptTooLong` if the prompt exceeds `longest_prompt`; `InvalidRequest` if empty."""
     if not request.tokens:
         raise InvalidRequest("prompt must have at least one token", param="prompt")
     most = longest_prompt(capacity, generates=request.sampling.generates)
@@ -68,12 +69,15 @@ def check_fits(request: Request, capacity: int) -> None:
 
 
 def longest_prompt(capacity: int, *, generates: bool) -> int:
-    """Return the most prompt tokens; a request that generates needs room for one more."""
+    """Return the maximum number of prompt tokens, if prompt and answer have at most ``capacity``.
+
+    A request that generates needs room for one token of its answer.
+    """
     return capacity - generates
 
 
 def max_len_of(request: Request, capacity: int) -> int:
-    """Return the number of tokens at which the request ends by length, at most ``capacity``."""
+    """Return the maximum length of prompt and answer in tokens, which is at most ``capacity``."""
     if not request.sampling.generates:
         return request.prompt_len
     wanted = request.sampling.params.max_tokens
@@ -81,25 +85,26 @@ def max_len_of(request: Request, capacity: int) -> int:
 
 
 def kv_budget_of(request: Request, default: int) -> int:
-    """Return how many tokens of the answer keep their KV; 0: all.
+    """Return how many tokens of the answer keep their KV; 0 means all.
 
-    ``default``: the engine's budget, 0 if it packs no KV; then a budget of the request raises
-    `InvalidRequest`, as does a budget together with log-probabilities of the prompt.
+    ``default``: the engine's budget, or 0 if the engine packs no KV. Raises `InvalidRequest` for a
+    request with a budget if the engine packs no KV, or if the request wants log-probabilities of
+    its prompt.
     """
     params = request.sampling.params
-    is_whole = params.prompt_logprobs is not None or request.sampling.pooling is not None
+    keeps_all = params.prompt_logprobs is not None or request.sampling.pooling is not None
     if params.kv_budget is not None:
         if not default:
             message = "kv_budget needs a server that is started with --kv-evict"
             raise InvalidRequest(message, param="kv_budget")
-        if is_whole:
+        if keeps_all:
             message = "kv_budget cannot be combined with prompt_logprobs"
             raise InvalidRequest(message, param="kv_budget")
-    return 0 if is_whole else params.kv_budget or default
+    return 0 if keeps_all else params.kv_budget or default
 
 
 def check_token_ids(request: Request, vocab_size: int) -> None:
-    """Raise `InvalidRequest` for ids outside the vocabulary: a negative one would wrap round."""
+    """Raise `InvalidRequest` if the prompt, prediction or a parameter has an unknown token id."""
     fields: dict[str, Collection[int]] = {
         "prompt": _text_of(request),
         "prediction": request.prediction or (),
@@ -112,8 +117,8 @@ def check_token_ids(request: Request, vocab_size: int) -> None:
 def _text_of(request: Request) -> Collection[int]:
     """Return the token ids of a prompt without its image rows, whose ids are below 0.
 
-    Raises `InvalidRequest` for images that do not fit the prompt or stand at its end, and for
-    log-probabilities of a prompt with images.
+    Raises `InvalidRequest` for images that overlap, exceed the prompt or stand at its end, and if
+    log-probabilities of a prompt with images are requested.
     """
     images = request.extras.images
     if not images:
@@ -133,7 +138,7 @@ def _text_of(request: Request) -> Collection[int]:
 def check_priority(request: Request, most: float) -> None:
     """Raise `InvalidRequest` for a priority that is more than ``most`` away from 0.
 
-    A priority outweighs ``aging_seconds`` of waiting: unbounded, it could starve other requests.
+    A priority outweighs waiting time, so an unbounded one could starve other requests.
     """
     if not -most <= request.priority <= most:
         message = f"priority must be from -{most} to {most} (the server's --max-priority)"
@@ -143,8 +148,8 @@ def check_priority(request: Request, most: float) -> None:
 class RequestTable:
     """Waiting and running requests; each request is in exactly one of the two.
 
-    Only its methods change ``running``, ``waiting`` and `Request.status`. ``capacity``: most tokens
-    of one request, prompt and answer together.
+    Only its methods change ``running``, ``waiting`` and `Request.status`. ``capacity``: maximum
+    number of tokens of one request, prompt and answer together.
     """
 
     def __init__(self, limits: SchedulerLimits, capacity: int) -> None:
@@ -155,9 +160,9 @@ class RequestTable:
         self._by_id: dict[str, Request] = {}
         self._due: SortedDict[tuple[float, int], Request] = SortedDict()  # requests by deadline
 
-        # Tenant of the latest request, if there was one.
+        # The tenant of the latest request; empty before the first request.
         self._last_tenants: tuple[Tenant, ...] = ()
-        self._shared_until = -math.inf  # several tenants are present until then
+        self._shared_until = -math.inf  # time until which several tenants count as present
         self._num_arrived = 0
         self._now = 0.0  # time of the latest arrival or round
 
@@ -176,11 +181,11 @@ class RequestTable:
     def check(self, request: Request, pending: PendingArrivals | None = NO_ARRIVALS) -> None:
         """Raise an error for a request that cannot be served.
 
-        ``pending``: requests that are about to be added; None: this request will not be added, and
-        the queue needs no room for it. Raises `QueueFull`, `PromptTooLong`, or `InvalidRequest` for
-        token ids that the model does not have, images for a model without a tower, a priority
-        beyond the limit, a request id that is in use, and a KV budget for an engine that packs no
-        KV.
+        ``pending``: requests that are about to be added; None: this request will not be queued, so
+        the room in the queue is not checked. Raises `QueueFull`, `PromptTooLong`, or
+        `InvalidRequest` for token ids outside the vocabulary, images for a model without an image
+        encoder, a priority beyond the limit, a request id that is in use, and a KV budget for an
+        engine that packs no KV.
         """
         if request.request_id in self._by_id:
             raise InvalidRequest(f"request_id {request.request_id} is in use", param="request_id")
@@ -196,9 +201,9 @@ class RequestTable:
     def _check_room(self, request: Request, pending: PendingArrivals) -> None:
         """Raise `QueueFull` for a request for which the queue has no room.
 
-        While several tenants are present, no tenant may hold more places than it leaves free. So
-        one tenant that floods the queue gets half of it, two get a third each: a new tenant finds a
-        place. A tenant that is alone may use the whole queue.
+        While several tenants are present, no tenant may hold more places of the queue than are
+        free. So one tenant that floods the queue gets half of the places, two tenants get a third
+        each, and a new tenant still finds a place. A single tenant may use the whole queue.
         """
         most = self._limits.max_queued + self._limits.max_running
         num_free = most - len(self._by_id) - pending.num_all
@@ -211,7 +216,7 @@ class RequestTable:
         if self._now >= self._shared_until:
             return
         num_own = self.waiting.num_of(request.tenant) + pending.num_own
-        num_soon = self._limits.max_running - len(self.running)  # requests that need not wait
+        num_soon = self._limits.max_running - len(self.running)  # requests that can run at once
         if num_own - num_soon >= min(num_free, self._limits.max_queued):
             raise QueueFull(
                 f"the queue is full for this tenant: {num_own} of its requests are waiting"
@@ -239,23 +244,23 @@ class RequestTable:
         self.waiting.begin_round(now)
 
     def candidates(self, cache: PrefixCache, loads: PageLoads | None) -> Iterator[Request]:
-        """Yield the requests whose turn it is; the caller admits each before it takes the next.
+        """Yield the requests to admit in order; the caller admits each before it takes the next.
 
-        A request whose prefix is being computed by another one, looked up or fetched, waits, and
-        others go first.
+        A request is passed over while its prefix is being looked up, fetched, or computed for
+        another request.
         """
         num_passed = 0
         while num_passed < MAX_PASSED and (request := self.waiting.first()) is not None:
             if len(self.running) >= self._limits.max_running:
                 return
-            if loads is not None:  # the pool may have lost pages since the request arrived
+            if loads is not None:  # the pool may have evicted pages since the request arrived
                 loads.look_up(request, self._now)
             if awaits_prefix(cache, request, self._computed_now(loads)):
                 self.waiting.pass_over(request)
                 num_passed += 1
                 continue
             if not would_fit(cache, request, self.running.values()):
-                return  # later requests must not take the pages that it waits for
+                return  # later requests must not take pages before this one
             yield request
 
     def short_ones(
@@ -263,9 +268,9 @@ class RequestTable:
     ) -> Iterator[Request]:
         """Yield requests that may run before their turn; the caller admits each.
 
-        ``most``: a priority and a number of tokens. A request may run early if its priority is more
-        urgent, or if it is the same and at most half of the tokens are left to compute. Only the
-        shortest request of each tenant is checked.
+        ``most`` is a priority and a number of tokens. A request may run early if its priority is
+        lower, which is more urgent. With an equal priority it may have at most half of the tokens
+        left to compute. Only the shortest request of each tenant is considered.
         """
         tried: set[Tenant] = set()
         priority, num_tokens = most
@@ -288,11 +293,11 @@ class RequestTable:
                 yield request
 
     def _computed_now(self, loads: PageLoads | None) -> Iterable[Request]:
-        """Return the requests whose pages others wait for: running and fetched ones."""
+        """Return the running and fetched requests, whose pages other requests may wait for."""
         return chain(self.running.values(), () if loads is None else loads.fetched)
 
     def admit(self, request: Request) -> None:
-        """Move a waiting request to the running ones. O(1) if it is last in order, else O(n)."""
+        """Move a waiting request to ``running``. O(1) if it is last in order, else O(n log n)."""
         self.waiting.remove(request)
         last = next(reversed(self.running.values()), request)
         self.running[request.request_id] = request
@@ -325,14 +330,15 @@ class RequestTable:
         return self._due.peekitem(0)[0][0] if self._due else None
 
     def expired(self, now: float) -> list[Request]:
-        """Return the requests whose deadline has passed. O(1), and O(log n) for each."""
+        """Return the requests whose deadline has passed. O(log n + number of such requests)."""
         count = self._due.bisect_right((now, self._num_arrived))
         return list(self._due.values()[:count])
 
     def checks(self, cache: PrefixCache, other_leases: Sequence[KVLease] = ()) -> Steps:
-        """Assert every invariant between requests, and between requests and pages. O(n + pages).
+        """Assert the invariants of requests and of their pages, in parts. O(n log n + pages).
 
-        Runs in steps, between which nothing may change. ``other_leases``: leases without a request.
+        Each iteration checks one part; nothing may change until the last one. ``other_leases``:
+        leases that no running request holds.
         """
         self._check_order()
         leases = [each.lease for each in self.running.values() if each.lease is not None]

@@ -31,7 +31,8 @@ from ..interface.request import (
     by_order,
     by_work,
 )
-from .chunk_budget import ChunkBudget, newcomer_share
+from .accounting import CommittedRow, StepAccounts
+from .chunk_budget import ChunkBudget, short_prompt_share
 from .guarded_speculator import guarded
 from .leases import (
     acquire_kv,
@@ -60,8 +61,8 @@ from .states import MAX_STATE_DRAFT, use_state, want_states
 
 logger = logging.getLogger(__name__)
 Event = tuple[Request, Delta]
-MAX_CLAIMS = 16  # most waiting requests for which a new prompt keeps states
-MAX_DRAFT = 64  # most draft tokens of one request in a step
+MAX_CLAIMS = 16  # maximum number of waiting requests for which a new prompt keeps states
+MAX_DRAFT = 64  # maximum number of draft tokens along one path of a request's draft
 
 
 class Scheduler:
@@ -69,10 +70,11 @@ class Scheduler:
 
     A step serves decoding requests first, each with its draft, then prefill chunks with the rest of
     the token budget: a long prompt never stalls a stream. Nor does it stall shorter prompts: a
-    share of the chunk tokens goes to the prompts with the least left to compute, the rest in order.
-    When pages run out, the request that comes last is preempted: released and queued again. The
-    order (`Request.order`) never changes, so no two requests preempt each other in turn, whatever
-    the queue's order of tenants; and a request that waits long enough comes before all new ones.
+    share of the chunk tokens goes to the prompts with the least left to compute, and the rest goes
+    to the prompts in order. When pages run out, the last running request in order is preempted: its
+    pages are released, and it is queued again. The order (`Request.order`) never changes, so no two
+    requests preempt each other in turn, and a request that waits long enough comes before all new
+    requests.
 
     A model with recurrent states runs at most as many requests at a time as it has slots. Raises
     ValueError if it has tiers that keep no states.
@@ -92,25 +94,26 @@ class Scheduler:
         self.cache = cache
         self.limits = limits
         self.speculator = guarded(speculator)
-        # Most tokens of one request: the context or the whole pool, whichever is less.
+        # A request can have as many tokens as the context and the whole pool allow.
         pool = cache.num_total_pages * cache.page_size
         self.capacity = min(limits.max_model_len, pool)
         self.request_table = RequestTable(limits, self.capacity)
         self.running, self.waiting = self.request_table.running, self.request_table.waiting
+        self._accounts = StepAccounts(self.speculator, self.waiting.charge)
         self.num_preemptions = 0
-        self.num_packed_away_tokens = 0  # tokens of answers whose KV was packed away
-        self.openings: Sequence[array[int]] = ()  # set by `set_openings`
+        self.num_packed_away_tokens = 0  # number of answer tokens whose KV was packed away
+        self.openings: Sequence[array[int]] = ()  # `set_openings` sets them
         self.page_loads = None if tiers is None else PageLoads(cache, tiers)
         if self.page_loads is not None:
             self.page_loads.has_room = self._has_room
         self._chunk_budget = ChunkBudget(limits.max_slowdown)
-        self._released_request_ids: list[str] = []  # ids since the last plan
+        self._released_request_ids: list[str] = []  # ids that were released since the last plan
 
     def set_openings(self, openings: Sequence[array[int]]) -> None:
-        """Set the token ids with which prompts end and answers open, the longest first.
+        """Set the token ids with which chat templates open an answer, the longest sequence first.
 
-        The next turn of a conversation may have other tokens in their place, so a recurrent state
-        is kept before them.
+        A prompt ends with one such sequence. The next turn of a conversation may have other tokens
+        in its place, so a recurrent state is kept before it.
         """
         self.openings = openings
 
@@ -131,9 +134,10 @@ class Scheduler:
             self.page_loads.look_up(request, now)
 
     def fetch(self, request: Request, now: float) -> None:
-        """Load the pages of a request's offer, for another request with the same prompt.
+        """Load the offered pages of ``request`` into the tree, for a request with the same prompt.
 
-        The request is not queued, and nothing is computed for it. Ignored without tiers.
+        ``request`` itself is not queued, and nothing is computed for it. Without tiers the call
+        does nothing.
         """
         if self.page_loads is not None:
             self.page_loads.fetch(request, now)
@@ -174,10 +178,11 @@ class Scheduler:
     ) -> list[Event]:
         """Preempt the requests of a step that failed and cannot be run again.
 
-        Their states may already include rows of the step, so they resume from kept ones. Unless the
-        failure is explained, the next chunk of each is computed in a step without other chunks. If
-        that step fails, too, the request ends. If it succeeds, the drafts of others in the failed
-        step (``with_drafts``) are blamed.
+        Their recurrent states may already include rows of the failed step, so they resume from kept
+        states. ``is_explained``: the cause of the failure is known, such as too little memory.
+        Otherwise the next chunk of each request is computed in a step without other chunks. If that
+        step fails, too, the request ends with ``error``. If it succeeds and the failed step had
+        drafts of other requests (``with_drafts``), it counts as a failure of drafting.
         """
         events = []
         for scheduled in plan.requests:
@@ -193,11 +198,14 @@ class Scheduler:
         return events
 
     def shrink_chunks(self, plan: StepPlan) -> None:
-        """Compute fewer prompt tokens in later steps, because memory ran out in this one."""
+        """Lower the number of prompt tokens in later steps, because memory ran out in ``plan``."""
         self._chunk_budget.shrink_chunks(plan)
 
     def credit_unfinished(self, plan: StepPlan) -> None:
-        """Record the tokens of a step run in parts that were charged but not computed."""
+        """Record the tokens of ``plan`` that were charged to tenants but not computed.
+
+        The step was run in parts, and not all parts were computed.
+        """
         for scheduled in plan.requests:
             if (request := self.running.get(scheduled.request_id)) is not None:
                 request.num_charged_not_computed += max(0, scheduled.stop - request.num_computed)
@@ -217,34 +225,34 @@ class Scheduler:
     def schedule(self, now: float) -> StepPlan:
         """Plan the next step.
 
-        The plan is empty if there is no request, or if all running ones wait for pages to load.
+        The plan is empty if there is no request, or if all running requests wait for their pages
+        to be loaded.
         """
         self.cache.tick(now)
         self.request_table.begin_round(now)
         if self.page_loads is not None:
             self.page_loads.begin_round(now)
         budget = self.limits.max_batch_tokens
-        decodes = self._plan_decodes(budget)
+        running = self.running.values()
+        decodes = self._plan_decodes([each for each in running if each.num_pending == 1], budget)
         budget -= len(decodes)
         max_chunk_tokens = self._chunk_budget.limit(len(decodes), budget)
-        prefills = [
-            each
-            for each in self.running.values()
-            if each.num_pending > 1 and each.transfer.load is None
-        ]
+        prefills = []
+        if len(running) > len(decodes):
+            prefills = [e for e in running if e.num_pending > 1 and e.transfer.load is None]
         drafts = self._plan_drafts(decodes, prefills, budget, max_chunk_tokens)
         budget = min(max_chunk_tokens, budget - sum(plan.num_rows for plan in drafts or ()))
         chunks = self._plan_chunks(prefills, budget, {each.request_id for each in decodes}, now)
         if any(self.running[each.request_id].is_suspect for each in chunks):
-            drafts = None  # otherwise a failure could be due to the drafts
+            drafts = None  # a suspect runs without drafts, which could cause a failure, too
 
-        # Drafts get the pages that are left: evicting cached pages for drafts would cost hits.
+        # Drafts get pages last: evicting cached pages for drafts would cost prefix hits.
         scheduled = list(map(self._schedule_with_draft, decodes, drafts or repeat(NO_DRAFT_PLAN)))
         return self.make_plan(scheduled + chunks, is_plain=drafts is None)
 
     def make_plan(self, scheduled: list[ScheduledRequest], *, is_plain: bool) -> StepPlan:
-        """Return a plan of some requests, with the pages and released ids since the last plan."""
-        if not scheduled:  # an empty plan is not computed: ids and pages wait for the next one
+        """Return a plan of ``scheduled``, with the pages and released ids since the last plan."""
+        if not scheduled:  # an empty plan is not computed, so ids and pages stay for the next plan
             return StepPlan(requests=(), newly_allocated_pages=array("q"))
         released_request_ids, self._released_request_ids = self._released_request_ids, []
         loads = self.page_loads
@@ -257,7 +265,7 @@ class Scheduler:
         )
 
     def discard_plan(self, plan: StepPlan) -> None:
-        """Take back a plan of decodes: its released ids and its pages move to the next plan."""
+        """Take back a plan that only decodes: the next plan gets its released ids and its pages."""
         if self.page_loads is not None:
             self.page_loads.return_loaded_pages(plan.loaded_pages)
         self._released_request_ids = [*plan.released_request_ids, *self._released_request_ids]
@@ -266,9 +274,11 @@ class Scheduler:
             if (request := self.running.get(scheduled.request_id)) is not None:
                 request.num_charged_not_computed += 1
 
-    def _plan_decodes(self, budget: int) -> list[Request]:
-        """Return the running requests that lack one token, in order, each with a page for it."""
-        ready = [each for each in self.running.values() if each.num_pending == 1]
+    def _plan_decodes(self, ready: Sequence[Request], budget: int) -> list[Request]:
+        """Reserve a page for the one pending token of each request in ``ready``.
+
+        Returns the requests that got one, in order, at most ``budget``.
+        """
         planned: dict[str, Request] = {}
         for request in ready[:budget]:
             upto = request.kv_len(len(request.tokens))
@@ -279,9 +289,9 @@ class Scheduler:
     def _plan_drafts(
         self, decodes: list[Request], prefills: list[Request], spare: int, max_chunk_tokens: int
     ) -> Sequence[DraftPlan] | None:
-        """Plan the drafts of each request in ``spare`` rows; None if no request drafts.
+        """Plan the drafts of ``decodes`` within ``spare`` rows; None if no request drafts.
 
-        Prompts may have ``max_chunk_tokens`` of the rows.
+        Waiting and running prompts may need up to ``max_chunk_tokens`` rows.
         """
         if not decodes or self.speculator.drafts_nothing(decodes):
             return None
@@ -313,16 +323,19 @@ class Scheduler:
         plan: DraftPlan = NO_DRAFT_PLAN,
         spare_page_ids: array[int] = NO_PAGES,
     ) -> ScheduledRequest:
-        """Schedule a request and charge its tenant at once: the next admission may depend on it.
+        """Schedule a request and charge its tenant at once: the next admission may depend on that.
 
-        Drafts are charged when they are verified: only then is their number known.
+        Drafts are charged after verification, because their number is not known before.
         """
         self.charge(request, stop - request.num_computed)
         state = None if self.cache.states is None else use_state(self.cache, request, stop)
         return schedule_request(request, stop, plan, spare_page_ids, state)
 
     def charge(self, request: Request, num_tokens: int) -> None:
-        """Charge the tenant for planned tokens, less those that it was charged for before."""
+        """Charge the request's tenant for ``num_tokens`` planned tokens.
+
+        Tokens that were charged earlier but not computed are deducted.
+        """
         num_due = max(0, num_tokens - request.num_charged_not_computed)
         request.num_charged_not_computed -= num_tokens - num_due
         self.waiting.charge(request.tenant, num_due)
@@ -330,10 +343,10 @@ class Scheduler:
     def _plan_chunks(
         self, prefills: list[Request], budget: int, planned: set[str], now: float
     ) -> list[ScheduledRequest]:
-        """Return chunks of prompts, with pages, in at most ``budget`` tokens.
+        """Return chunks of prompts, of at most ``budget`` tokens in all, after reserving pages.
 
-        Waiting requests are admitted in turn until prompts whose turn it is fill the budget. If
-        they do, short ones are admitted before their turn, and all of them share the budget.
+        Waiting requests are admitted in order until prompts fill the budget. If they fill it, short
+        prompts are admitted before their turn, and all admitted prompts share the budget.
         """
         if budget <= 0:
             return []
@@ -341,7 +354,7 @@ class Scheduler:
         prompts = in_turn + early
         if sum(each.num_pending for each in in_turn) >= budget:
             least = min(map(by_work, prompts))
-            prompts += self._admit_early(least, newcomer_share(budget), now)
+            prompts += self._admit_early(least, short_prompt_share(budget), now)
         prompts = without_suspects(prompts)
         shares = share_chunk_tokens(prompts, budget)
         return self._schedule_chunks(sorted(prompts, key=by_order), shares, planned)
@@ -349,10 +362,10 @@ class Scheduler:
     def _fill_in_turn(
         self, prefills: list[Request], budget: int, now: float
     ) -> tuple[list[Request], list[Request]]:
-        """Admit requests until those whose turn it is have ``budget`` tokens to compute.
+        """Admit requests in order until they have at least ``budget`` tokens to compute.
 
-        Returns these requests, and the requests that were admitted early and still wait for their
-        turn. Their turn comes when they are before the next waiting request in order.
+        Returns the prompts whose turn it is, and the prompts that were admitted early and whose
+        turn has not come. Their turn comes when the next waiting request is later in order.
         """
         in_turn = [each for each in prefills if not each.is_early]
         early = deque(each for each in prefills if each.is_early)
@@ -374,9 +387,11 @@ class Scheduler:
         return in_turn, list(early)
 
     def _admit_early(self, least: tuple[int, int], share: int, now: float) -> list[Request]:
-        """Admit requests much shorter than each running prompt, to fill their share of a step.
+        """Admit short requests before their turn, until they have ``share`` tokens to compute.
 
-        More urgent requests are admitted, too: their turn is now, at any length.
+        ``least``: priority and remaining tokens of the shortest running prompt. A request must have
+        at most half of that number of tokens to compute, or a more urgent priority. The turn of a
+        request with a more urgent priority is now, at any length.
         """
         admitted: list[Request] = []
         waiting = self.request_table.short_ones(self.cache, self.page_loads, least)
@@ -392,9 +407,9 @@ class Scheduler:
     def _schedule_chunks(
         self, prompts: list[Request], shares: Mapping[str, int], planned: set[str]
     ) -> list[ScheduledRequest]:
-        """Return a chunk of each prompt with its tokens in ``shares``, where pages are available.
+        """Return a chunk of each prompt that has tokens in ``shares`` and for which pages suffice.
 
-        A chunk does not end among rows of an image that attend to each other; for such rows one
+        A chunk never ends within image rows that attend to each other; to complete such rows, one
         chunk of a step may exceed its share.
         """
         chunks, is_exceeded = [], False
@@ -417,7 +432,7 @@ class Scheduler:
         return chunks
 
     def _admit(self, request: Request, now: float) -> None:
-        """Give a waiting request its lease."""
+        """Move a waiting request to the running requests, with a lease of pages."""
         request.lease = acquire_kv(self.cache, request)
         if self.cache.states is not None:
             want_states(self.cache, request, request.lease, self.openings)
@@ -431,10 +446,10 @@ class Scheduler:
         self.speculator.join(request)
 
     def _claim_states(self, waiting: Iterable[Request], running: Collection[Request]) -> None:
-        """Let running prompts keep the states from which waiting ones can resume.
+        """Let running prompts keep the recurrent states from which waiting prompts can resume.
 
-        If this waited until the waiting one is admitted, a running one might have passed the page
-        end by then.
+        This happens before the waiting request is admitted: by then the running prompt might have
+        passed the end of their common pages.
         """
         if self.cache.states is not None:
             for request in waiting:
@@ -450,9 +465,10 @@ class Scheduler:
         *,
         preempt_self: bool = True,
     ) -> bool:
-        """Reserve pages for the first ``upto`` KV vectors; return whether there were enough.
+        """Reserve pages for the first ``upto`` tokens with KV; return whether there were enough.
 
-        Preempts requests later in the order.
+        If the pool lacks pages, requests that come later in order are preempted. ``preempt_self``:
+        whether the request itself may be preempted as the last one.
         """
         while request.lease is not None and not self.cache.extend(request.lease, upto):
             victim = self._victim(planned)
@@ -462,9 +478,9 @@ class Scheduler:
         return request.lease is not None
 
     def _victim(self, planned: Iterable[str]) -> Request | None:
-        """Return the request to preempt: the last running one that is not planned; or None.
+        """Return the request to preempt: the last running request in order that is not planned.
 
-        A request whose pages are under I/O is not preempted.
+        A request whose pages are being loaded is not preempted. Returns None if no request is left.
         """
         last_first = reversed(self.running.values())
         free = (
@@ -502,10 +518,11 @@ class Scheduler:
         return num_pages
 
     def flush_prefix(self, tokens: array[int], namespace: str | None) -> int:
-        """Drop the unused cached pages of all prompts that begin with ``tokens``; return how many.
+        """Drop the unused cached pages of all prompts that begin with ``tokens``.
 
-        The namespace's indexed tokens are all dropped, because they cannot be found by prefix.
-        Raises `InvalidRequest` for tokens that do not fill a page.
+        Returns the number of dropped pages. All tokens of the namespace that are indexed for
+        look-up drafts are dropped, because they cannot be found by prefix. Raises `InvalidRequest`
+        for tokens that do not fill a page.
         """
         page_size = self.cache.page_size
         if len(tokens) < page_size:
@@ -520,24 +537,32 @@ class Scheduler:
     # -- commit ---------------------------------------------------------------------------------
 
     def commit(self, plan: StepPlan, output: StepOutput, now: float) -> list[Event]:
-        """Apply a step's outcome: only here a running request's tokens and ``num_computed`` grow.
+        """Apply a step's outcome; a running request gets tokens here only.
 
-        A request may have ended while a step planned ahead was computed.
+        A request that ended while the step was computed is skipped. The deltas of the events are
+        complete after `account`.
         """
+        self.account()
         self._chunk_budget.observe(plan, output)
         events = []
         for scheduled, out in zip(plan.requests, output.requests, strict=True):
             request = self.running.get(scheduled.request_id)
             if request is None:
                 continue
-            if num_drafted := len(out.draft.token_ids):  # each cost a row, accepted or not
-                self.waiting.charge(request.tenant, num_drafted)
             delta = self._commit_request(
                 request, scheduled, out, now, with_drafts=not plan.is_plain
             )
             if delta.token_ids or delta.prompt_logprobs or delta.terminal:
                 events.append((request, delta))
         return events
+
+    def account(self) -> None:
+        """Count and charge the tokens of the last commit, and let the speculator learn from it.
+
+        The next plan does not depend on this, so it may be done while the next step computes. It
+        must be done before the deltas of the commit are delivered.
+        """
+        self._accounts.settle()
 
     def _commit_request(
         self,
@@ -555,7 +580,7 @@ class Scheduler:
             fault.beside_drafts = False
             self.speculator.broke_step()
         try:
-            delta = take_output(request, scheduled, out, now)
+            delta = take_output(request, scheduled, out)
         except Exception:
             logger.exception("request %s failed while its tokens were read", request.request_id)
             failed = Delta(error=ForetokenError("the answer could not be decoded"))
@@ -564,27 +589,28 @@ class Scheduler:
         if extras.pack is not None:
             self.num_packed_away_tokens += extras.pack.num_packed_away
             request.usage.evicted_tokens = extras.num_packed_away
-        if with_drafts and delta.token_ids:
-            self.speculator.observe(request, scheduled, out, len(delta.token_ids))
-        if out.error is not None and not delta.terminal:  # the tokens before the failure are valid
+        # The tokens before the failure are valid and may have ended the answer.
+        if out.error is not None and not delta.terminal:
             delta.error = request_error(request, out)
+        row = CommittedRow(request, scheduled, out, delta, now, is_plain=not with_drafts)
+        self._accounts.add(row)
         if delta.terminal:
             self._finish(request, delta, now, keep=out.error is None)
-        elif request.lease is not None:
-            has_kept = request.lease.state is not None and request.lease.state.keeps
+        elif (lease := request.lease) is not None:
+            has_kept = lease.state is not None and lease.state.keeps
             is_chunk = scheduled.stop - scheduled.start > 1
             if is_chunk or has_kept or scheduled.start < request.prompt_len:
                 publish(self.cache, request)
             if with_drafts or extras.pack is not None:
-                # Without drafts and packing, the step took no extra page. A packing that is due
-                # reads the pages before it moves them.
+                # Only drafts and packing leave surplus pages. A packing that is due still reads the
+                # pages of all tokens.
                 upto = max(
                     request.kv_len(request.num_computed), request.kv_len(len(request.tokens))
                 )
-                self.cache.shrink(request.lease, upto)
+                self.cache.shrink(lease, upto)
         has_begun = 0 < len(delta.token_ids) == request.num_output
         if has_begun or (delta.finish_reason is not None and not request.sampling.generates):
-            pin_prompt(self.cache, request)  # the prompt is computed
+            pin_prompt(self.cache, request)  # this step completed the prompt
         return delta
 
     def _finish(self, request: Request, delta: Delta, now: float, *, keep: bool = True) -> Delta:
@@ -606,11 +632,14 @@ class Scheduler:
         return delta
 
     def audit(self) -> None:
-        """Assert every invariant between requests and pages."""
+        """Assert the invariants of requests, pages and tiers."""
         run(self.checks())
 
     def checks(self) -> Steps:
-        """Run `audit` in steps, between which nothing may change."""
+        """Assert the same invariants as `audit` in parts, one part each iteration.
+
+        Nothing may change until the last iteration.
+        """
         loads = self.page_loads
         yield from self.request_table.checks(self.cache, () if loads is None else loads.leases)
         if loads is not None:

@@ -1,6 +1,6 @@
 """Shares of a step: the prompt tokens and draft rows that each request gets.
 
-The functions depend on requests alone and change nothing.
+The functions read requests and change nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ..interface.extras.packing import KvPack
 from ..interface.extras.request_extras import PLAIN_REQUEST
 from ..interface.plan import NO_PAGES, PLAIN, ScheduledExtras, ScheduledRequest, StateUse
 from ..interface.request import Request, by_work
-from .chunk_budget import newcomer_share
+from .chunk_budget import short_prompt_share
 
 
 def schedule_request(
@@ -51,7 +51,7 @@ def _extras(request: Request, stop: int, state: StateUse | None) -> ScheduledExt
 
 
 def _due_pack(request: Request, stop: int) -> KvPack | None:
-    """Return the packing that is due before a step that computes tokens up to ``stop``."""
+    """Return the packing of KV that precedes a step up to token ``stop``; None if none is due."""
     start = request.num_computed
     num_before = request.num_packed_away(start)
     num_new = request.num_packed_away(stop) - num_before
@@ -59,7 +59,10 @@ def _due_pack(request: Request, stop: int) -> KvPack | None:
 
 
 def without_suspects(prompts: list[Request]) -> list[Request]:
-    """Return only the first prompt in order if it is a suspect, otherwise all that are not."""
+    """Return the first prompt alone if it is suspect, otherwise all prompts that are not suspect.
+
+    A suspect prompt was in a step that failed, so it is computed without other prompts.
+    """
     if not any(each.is_suspect for each in prompts):
         return prompts
     first = min(prompts, key=lambda each: (each.is_early, each.order))
@@ -69,14 +72,14 @@ def without_suspects(prompts: list[Request]) -> list[Request]:
 def share_chunk_tokens(prompts: Sequence[Request], budget: int) -> Mapping[str, int]:
     """Return the prompt tokens that each request may compute in a step, by its id.
 
-    `newcomer_share` goes to the prompts with the least left to compute, the rest in the order of
-    ``prompts``. So the first prompt always has the greater part of a step, and a short prompt does
-    not wait for the end of a long one.
+    `short_prompt_share` goes to the prompts with the least left to compute, and the rest goes to
+    the prompts in the order of ``prompts``. So the first prompt always has the greater part of a
+    step, and a short prompt does not wait for the end of a long one.
     """
     shares: Counter[str] = Counter()
     for in_turn, room in (
-        (sorted(prompts, key=by_work), newcomer_share(budget)),
-        (prompts, budget - newcomer_share(budget)),
+        (sorted(prompts, key=by_work), short_prompt_share(budget)),
+        (prompts, budget - short_prompt_share(budget)),
     ):
         for request in in_turn:
             count = min(room, request.num_pending - shares[request.request_id])
@@ -86,9 +89,10 @@ def share_chunk_tokens(prompts: Sequence[Request], budget: int) -> Mapping[str, 
 
 
 def draft_limits(requests: Sequence[Request], depth_cap: int) -> list[int]:
-    """Return the most draft tokens of each request: an answer's last token is never drafted.
+    """Return the maximum draft depth of each request, in tokens; at most ``depth_cap``.
 
-    0 until the prompt is computed: drafting would delay the first token.
+    An answer's last token is never drafted. The limit is 0 until an answer has a token, because
+    drafting would delay the first one.
     """
     return [_draft_limit(request, depth_cap) for request in requests]
 
@@ -103,10 +107,13 @@ def _draft_limit(request: Request, depth_cap: int) -> int:
 
 
 def without_proposer(plan: DraftPlan) -> DraftPlan:
-    """Return the looked-up draft alone: a proposer's own KV under these page ids is not packed."""
+    """Return ``plan`` with its looked-up draft, but without a proposer's draft.
+
+    A proposer cannot draft after packing, because its own KV under these page ids is not packed.
+    """
     return DraftPlan(plan.draft) if plan.max_draft else plan
 
 
 def draft_row_budget(budget: int, *, others_wait: bool) -> int:
-    """Return the number of rows for drafts: half of ``budget`` if others wait, otherwise all."""
+    """Return the number of rows for drafts: half of ``budget`` if prompts wait, otherwise all."""
     return max(0, budget // 2 if others_wait else budget)

@@ -1,8 +1,8 @@
 """Recurrent states of requests: the page ends whose states are kept, and their use in a step.
 
-For models that have recurrent states; for others `PrefixCache.states` is None. A request owns a
-slot and a log of the pool of states from its admission to its end. A later request resumes from a
-kept state.
+This concerns models with recurrent layers; for other models `PrefixCache.states` is None. A request
+owns a slot and a log of the state pool from its admission to its end. A later request resumes from
+a kept state.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from ..interface.draft import DraftPlan
 from ..interface.plan import StateUse
 from ..interface.request import Request
 
-MAX_STATE_DRAFT = 32  # draft tokens of a request in a step: a log holds a page and this many rows
-LEAST_SHARED_PAGES = 4  # shorter common prefixes are not worth a slot, nor a wait
+MAX_STATE_DRAFT = 32  # maximum draft tokens of a request: a log holds one page and these rows
+LEAST_SHARED_PAGES = 4  # no state is kept for a shorter common prefix, and no request waits for it
 
 
 def want_states(
@@ -26,11 +26,11 @@ def want_states(
 ) -> None:
     """Choose the page ends whose states are kept while a prompt is computed.
 
-    These are the last page ends before the end of each pin, before the opening of the answer and
-    before the end of cached pages that were found without a state, because this is the second
-    request with that prefix. The opening is the longest of ``openings`` at the prompt's end, which
-    the next turn of a conversation may render differently; without one, it is the last token.
-    Multiples of `StateSlots.interval` are kept, too.
+    A state is kept at the last page end before each of three positions: the end of each pin, the
+    opening of the answer, and the end of cached pages that have no state, because requests repeat
+    this prefix. The opening is the longest of ``openings`` with which the prompt ends: the next
+    turn of a conversation may render it differently. If the prompt ends with no opening, the last
+    token takes its place. States at multiples of `StateSlots.interval` are kept, too.
     """
     states, state = cache.states, lease.state
     if states is None or state is None or not request.cache.write:
@@ -51,7 +51,10 @@ def want_states(
 
 
 def opening_len(request: Request, openings: Sequence[array[int]]) -> int:
-    """Return the length of the ``openings`` entry that ends a prompt, in tokens; 0 if none does."""
+    """Return the length of the first of ``openings`` with which the prompt ends, in tokens.
+
+    Returns 0 if the prompt ends with none of them.
+    """
     stop = request.prompt_len
     lens = (
         len(each) for each in openings if request.tokens[max(0, stop - len(each)) : stop] == each
@@ -60,10 +63,10 @@ def opening_len(request: Request, openings: Sequence[array[int]]) -> int:
 
 
 def claim_states(cache: PrefixCache, request: Request, running: Iterable[Request]) -> bool:
-    """Let running requests keep the states from which a waiting one can resume.
+    """Let running requests keep the states from which a waiting request can resume.
 
-    Returns whether a running request will still compute such a state: the waiting one should wait
-    for it. A state that saves less than `LEAST_SHARED_PAGES` is neither kept nor waited for.
+    Returns whether a running request will still compute such a state: then the waiting request
+    should wait for it. A state that saves fewer than `LEAST_SHARED_PAGES` pages is not kept.
     """
     num_cached = cache.match_len(request.tokens, namespace=request.namespace)
     least = num_cached + LEAST_SHARED_PAGES * cache.page_size
@@ -83,11 +86,14 @@ def claim_states(cache: PrefixCache, request: Request, running: Iterable[Request
 
 
 def shared_len(one: array[int], other: array[int], page_size: int) -> int:
-    """Return the common prefix in tokens, in whole pages. O(len), at memcmp speed."""
+    """Return the number of tokens in whole pages that two sequences have in common.
+
+    O(length), by comparisons at the speed of memcmp.
+    """
     same, bound = 0, min(len(one), len(other)) // page_size
     if one[: bound * page_size] == other[: bound * page_size]:
         return bound * page_size
-    while same + 1 < bound:  # ``same`` pages are equal, but ``bound`` pages are not
+    while same + 1 < bound:  # the first ``same`` pages are equal, the first ``bound`` are not
         middle = (same + bound) // 2
         is_equal = (
             one[same * page_size : middle * page_size]
@@ -100,7 +106,7 @@ def shared_len(one: array[int], other: array[int], page_size: int) -> int:
 def use_state(cache: PrefixCache, request: Request, stop: int) -> StateUse | None:
     """Return how a step that computes tokens up to ``stop`` uses the request's recurrent state.
 
-    None: the model has no states.
+    Returns None if the model has no recurrent states.
     """
     lease = request.lease
     if lease is None or lease.state is None:
@@ -112,7 +118,7 @@ def use_state(cache: PrefixCache, request: Request, stop: int) -> StateUse | Non
 
 
 def as_chain(plan: DraftPlan) -> DraftPlan:
-    """Return a plan that a log can hold: a chain of at most `MAX_STATE_DRAFT` tokens."""
-    draft = plan.draft.trunk().first(MAX_STATE_DRAFT)
+    """Return ``plan`` as a chain of at most `MAX_STATE_DRAFT` tokens, which fits into a log."""
+    draft = plan.draft.trunk().first_nodes(MAX_STATE_DRAFT)
     max_draft = min(plan.max_draft, MAX_STATE_DRAFT)
     return replace(plan, draft=draft, max_draft=max_draft, may_branch=False)

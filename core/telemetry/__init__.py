@@ -1,1 +1,1 @@
-"""Metrics, statistics of speculation, and observers of requests and steps."""
+"""Metrics, statistics of speculative decoding, and observers of requests and steps."""

@@ -14,9 +14,10 @@ def describe_cache(
     tiers: KVTiers | None = None,
     num_packed_away_tokens: int = 0,
 ) -> dict[str, object]:
-    """Describe the cache: occupancy in pages, hits in tokens, the pins of one namespace, tiers.
+    """Return a description of the cache and its tiers: occupancy in pages, hits in tokens, pins.
 
-    ``num_packed_away_tokens``: tokens of answers whose KV was packed away.
+    Only the pins of ``namespace`` are listed. ``num_packed_away_tokens``: number of answer tokens
+    whose KV was dropped by packing.
     """
     return {
         "page_size": cache.page_size,

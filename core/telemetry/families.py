@@ -1,8 +1,7 @@
-"""Counters, gauges and histograms as plain numbers, in the families that Prometheus reads.
+"""Counters, gauges and histograms as plain numbers, exported as Prometheus metric families.
 
-A step's observation is an addition to a list or a number. The instruments of prometheus_client
-would take a lock for each observation, a dozen per step, although the event loop is the only
-writer.
+To record a value adds it to a number or a list. The instruments of prometheus_client would take a
+lock for each of about a dozen values per step, although the event loop is the only writer.
 """
 
 from __future__ import annotations
@@ -22,21 +21,22 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 PREFIX = "foretoken:"
-SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+# Upper bounds of the buckets of histograms of durations, in seconds.
+DURATIONS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 
 
 def gauge(name: str, text: str, value: float) -> Metric:
-    """Return a gauge: the present value."""
+    """Return a metric family with one gauge, whose value is ``value`` now."""
     return GaugeMetricFamily(PREFIX + name, text, value=value)
 
 
 def counter(name: str, text: str, value: float) -> Metric:
-    """Return a counter: a value that only grows."""
+    """Return a metric family with one counter, a value that never decreases."""
     return CounterMetricFamily(PREFIX + name, text, value=value)
 
 
 def counters(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
-    """Return one counter for each value of a label."""
+    """Return a metric family with a counter for each value of a label."""
     family = CounterMetricFamily(PREFIX + name, text, labels=[label])
     for key, value in values.items():
         family.add_metric([key], value)
@@ -44,7 +44,7 @@ def counters(name: str, text: str, label: str, values: Mapping[str, float]) -> M
 
 
 class Buckets:
-    """Observations of one histogram, by bound. Belongs to one thread."""
+    """Counts of one histogram's observations by bucket. Only one thread may use it."""
 
     __slots__ = ("_bounds", "_counts", "_sum")
 
@@ -54,7 +54,7 @@ class Buckets:
         self._sum = 0.0
 
     def observe(self, value: float, count: int = 1) -> None:
-        """Add ``value`` ``count`` times."""
+        """Record ``count`` observations of ``value``."""
         self._counts[bisect_left(self._bounds, value)] += count
         self._sum += value * count
 
@@ -77,20 +77,20 @@ class Histogram(Buckets, Collector):
         self._name, self._text = PREFIX + name, text
 
     def collect(self) -> Iterable[Metric]:
-        """Return the histogram's present value."""
+        """Return the metric family with the histogram's current counts."""
         buckets, total = self.read()
         yield HistogramMetricFamily(self._name, self._text, buckets, total)
 
 
 class Histograms(Collector):
-    """Histogram for each value of one label, which must have few values."""
+    """One histogram for each value of a label; the label must have few values."""
 
     def __init__(self, name: str, text: str, bounds: Sequence[float], label: str) -> None:
         self._name, self._text, self._label = PREFIX + name, text, label
         self.of: defaultdict[str, Buckets] = defaultdict(lambda: Buckets(bounds))
 
     def collect(self) -> Iterator[Metric]:
-        """Return the present value of each label's histogram."""
+        """Return the metric family with the current counts of all histograms."""
         family = HistogramMetricFamily(self._name, self._text, labels=[self._label])
         for value, each in self.of.items():
             family.add_metric([value], *each.read())
@@ -98,11 +98,11 @@ class Histograms(Collector):
 
 
 class Reader(Collector):
-    """Collector of metrics that a function reads when Prometheus scrapes."""
+    """Collector of metrics that calls a function each time Prometheus scrapes."""
 
     def __init__(self, read: Callable[[], Iterable[Metric]]) -> None:
         self._read = read
 
     def collect(self) -> Iterable[Metric]:
-        """Return the present values; called by the registry."""
+        """Return the metric families with current values; the Prometheus registry calls this."""
         return self._read()

@@ -1,4 +1,4 @@
-"""Prometheus metrics of one engine. Names follow vLLM's if it has the metric."""
+"""Prometheus metrics of one engine. A metric that vLLM has, too, is named as in vLLM."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..interface.plan import StepPlan
 from ..interface.request import Delta, FinishReason, Request
 from ..scheduling.chunk_budget import num_step_tokens
 from ..scheduling.scheduler import Scheduler
-from .families import PREFIX, SECONDS, Histogram, Histograms, Reader, counters
+from .families import DURATIONS, PREFIX, Histogram, Histograms, Reader, counters
 from .observers import Observers
 from .readers import (
     EngineHealth,
@@ -47,9 +47,9 @@ C = TypeVar("C", bound=Collector)
 
 
 class EngineMetrics:
-    """Counters and histograms that the engine feeds; `render` returns the body of ``/metrics``.
+    """Counters and histograms of an engine; `render` returns the body of ``/metrics``.
 
-    ``gives_kv``: other engines read pages of this one.
+    ``gives_kv``: whether other engines may read this engine's KV pages.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class EngineMetrics:
             "observer_failures", "Calls to observers (logs, traces) that raised an exception"
         )
         self._observers = Observers(failures.inc)
-        self.observers = self._observers.members  # each event is also sent to them
+        self.observers = self._observers.members  # receive each event, too
         self._make_request_metrics()
         self._make_step_metrics()
 
@@ -126,7 +126,7 @@ class EngineMetrics:
             Histograms(
                 "step_part_seconds",
                 "Seconds of each part of an engine iteration",
-                SECONDS,
+                DURATIONS,
                 "part",
             )
         )
@@ -153,14 +153,14 @@ class EngineMetrics:
         return Counter(PREFIX + name, text, labels, registry=self.registry)
 
     def _time(self, name: str, text: str) -> Histogram:
-        return self._add(Histogram(name, text, SECONDS))
+        return self._add(Histogram(name, text, DURATIONS))
 
     def _add(self, collector: C) -> C:
         self.registry.register(collector)
         return collector
 
     def observe_arrival(self, request: Request, now: float) -> None:
-        """Record an accepted request. Called in the caller's context, unlike the other methods."""
+        """Record an accepted request. This runs in the task of the caller, not of the engine."""
         if self.observers:
             self._observers.begin(request, now)
 
@@ -174,11 +174,10 @@ class EngineMetrics:
         ended: float,
         is_ahead: bool = False,
     ) -> None:
-        """Record one step.
+        """Record one step, with times in seconds on the engine's clock.
 
-        Its times are when the model thread got it (``began``) and returned it (``computed``), and
-        when it was committed (``ended``). ``is_ahead``: the step was planned before the preceding
-        one was committed.
+        ``began``: start in the model thread; ``computed``: end in the model thread; ``ended``: end
+        of the commit. ``is_ahead``: the step was planned before the preceding step was committed.
         """
         self._steps.observe(computed - began)
         if is_ahead:
@@ -205,15 +204,15 @@ class EngineMetrics:
         self._batch_tokens.observe(num_tokens)
 
     def part_seconds(self) -> dict[str, float]:
-        """Return the seconds of each part of a round since the start."""
+        """Return the total seconds since the start that each part of a round took, by part."""
         return {part: self._parts.of[part].sum for part in PARTS}
 
     def observe_round(self, output: StepOutput, seconds: float) -> None:
-        """Record the whole round of a step: time outside the model thread is the host's."""
+        """Record the ``seconds`` of a whole round; time outside the model thread counts as host."""
         self._parts.of["host"].observe(max(0.0, seconds - sum(output.times.values())))
 
     def observe_delta(self, request: Request, delta: Delta, now: float) -> None:
-        """Record the served tokens of a delta, and the request's end."""
+        """Record the tokens of a delta, and the end of the request if it is the last delta."""
         if delta.token_ids:
             self._observe_tokens(request, len(delta.token_ids), now)
             self.spec_stats.observe_delta(delta)
@@ -232,7 +231,8 @@ class EngineMetrics:
             self._first.observe(request.usage.time_to_first_token)
             self._observe_prompt(request)
             return
-        self._between.observe((now - last) / num_tokens, num_tokens)  # the tokens share the time
+        # The tokens of one step count as evenly spaced in time.
+        self._between.observe((now - last) / num_tokens, num_tokens)
 
     def _observe_prompt(self, request: Request) -> None:
         self._queued.observe(request.usage.queue_time)
@@ -266,5 +266,5 @@ class EngineMetrics:
         """Do nothing: all values that `render` writes are counted in this process."""
 
     def render(self) -> tuple[bytes, str]:
-        """Return body and content type, in the text format of Prometheus."""
+        """Return the body and the content type of ``/metrics``, in Prometheus's text format."""
         return generate_latest(self.registry), CONTENT_TYPE_LATEST

@@ -15,15 +15,15 @@ P = ParamSpec("P")
 
 
 class EngineObserver:
-    """Observer of requests and steps; this class does nothing, subclasses do.
+    """Base class of observers of requests and steps, whose methods do nothing.
 
-    Called by the engine, on the event loop, between two steps. Times are seconds on the engine's
-    clock. A method must be quick. If it raises, the failure is counted, and logged the first time;
-    the engine goes on.
+    The engine calls the methods on the event loop, between two steps. Times are seconds on the
+    engine's clock. A method must be quick. If it raises, the failure is counted, and logged the
+    first time; the engine continues.
     """
 
     def begin(self, request: Request, now: float) -> None:
-        """Observe an accepted request. Called in the caller's context, unlike the others."""
+        """Observe an accepted request. This runs in the task of the caller, not of the engine."""
 
     def observe_step(
         self, plan: StepPlan, output: StepOutput, *, began: float, ended: float
@@ -31,17 +31,20 @@ class EngineObserver:
         """Observe a step, from its start in the model thread to the end of its commit."""
 
     def observe_delta(self, request: Request, delta: Delta, now: float) -> None:
-        """Observe served tokens, and the end of a request: then ``delta.terminal`` holds."""
+        """Observe the next delta of a request; ``delta.terminal`` is true for the last one."""
 
     def observe_replica_step(self, replica: int) -> None:
-        """Record that all deltas of a step of this replica were observed.
+        """Note that all deltas of a step of this replica were observed.
 
-        Called only in a process that serves several replicas.
+        This is called only in a process that serves several replicas.
         """
 
 
 class Observers:
-    """Group of observers. A call that fails is counted, and logged the first time."""
+    """Group of observers, each of which gets every call.
+
+    A call that raises is counted, and logged the first time.
+    """
 
     def __init__(self, count_failure: Callable[[], None]) -> None:
         self.members: list[EngineObserver] = []
@@ -71,7 +74,7 @@ class Observers:
             self._notify(observer.observe_replica_step, replica)
 
     def _notify(self, call: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
-        """Call an observer's method; no step and no request depends on it."""
+        """Call a method of each observer; an exception does not affect steps and requests."""
         try:
             call(*args, **kwargs)
         except Exception:

@@ -1,6 +1,6 @@
-"""State of an engine for the live page, for `Engine.overview`.
+"""Description of an engine for the live page (`Engine.overview`).
 
-It has counts, sizes and ids of requests, never a text or a token.
+It has counts, sizes and ids of requests, but never their texts or tokens.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from ..interface.request import Request
 from ..scheduling.scheduler import Scheduler
 from .metrics import EngineMetrics
 
-MAX_BOXES = 400  # most boxes of the icicle, without the paths of the latest requests
+MAX_BOXES = 400  # maximum number of boxes, without the paths of the latest requests
 MAX_LEVELS = 16
-MAX_REQUESTS = 16  # latest requests whose paths are reported
-MAX_PATH = 64  # most boxes of one path
+MAX_REQUESTS = 16  # number of latest requests whose paths are reported
+MAX_PATH = 64  # maximum number of boxes in one path
 
 
 class RecentRequest(NamedTuple):
-    """Request whose path through the prefix cache is reported."""
+    """Record of a request, for the report of its path through the radix tree."""
 
     request_id: str
     tokens: array[int]  # the request's own array; read only
     namespace: str | None
     prompt_len: int
-    num_cached: int  # cached tokens of the prompt
+    num_cached: int  # number of prompt tokens that were cached
 
     @classmethod
     def of(cls, request: Request) -> RecentRequest:
-        """Return a record of a request; the record keeps no reference to the request."""
+        """Make the record of a request, without a reference to the request."""
         cached = request.usage.cached_tokens
         about = (request.request_id, request.tokens, request.namespace)
         return cls(*about, request.prompt_len, cached)
@@ -41,7 +41,7 @@ class RecentRequest(NamedTuple):
 def describe_engine(
     scheduler: Scheduler, metrics: EngineMetrics, finished: Iterable[RecentRequest] = ()
 ) -> dict[str, object]:
-    """Return counts of an engine since its start, and its present state. O(`MAX_BOXES`)."""
+    """Return an engine's counts since its start, and its current state. O(`MAX_BOXES`)."""
     cache, stats = scheduler.cache, metrics.spec_stats
     running = map(RecentRequest.of, islice(scheduler.running.values(), MAX_REQUESTS))
     paths = [(each, path(cache, each)) for each in chain(finished, running)]
@@ -85,7 +85,7 @@ def describe_engine(
 
 
 def path(cache: PrefixCache, request: RecentRequest) -> list[Node]:
-    """Return the first `MAX_PATH` nodes of a request's tokens. O(its tokens), at memcmp speed."""
+    """Return the first `MAX_PATH` nodes of the tree that match a request's tokens. O(tokens)."""
     found = cache.tree.match(request.tokens, namespace=request.namespace)
     return [] if found.node is None else found.node.path()[1 : 1 + MAX_PATH]
 

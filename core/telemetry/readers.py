@@ -1,4 +1,4 @@
-"""Metrics from counts of other parts, read when Prometheus scrapes, at no cost to a step."""
+"""Metrics from counts that other parts keep; they are read only when Prometheus scrapes."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32, 48, 65)
 
 
 class EngineHealth(Protocol):
-    """Counts of an engine's own failures."""
+    """Protocol of an engine's counts of its failures."""
 
     @property
     def num_failed_steps(self) -> int:
-        """Number of runs of the model thread that raised."""
+        """Number of failed runs in the model thread, of whole steps or of parts of steps."""
 
     @property
     def num_bisections(self) -> int:
-        """Number of steps that were run again in parts."""
+        """Number of steps that failed and were run again in parts."""
 
     @property
     def num_audit_failures(self) -> int:
@@ -41,7 +41,7 @@ class EngineHealth(Protocol):
 
     @property
     def alive(self) -> bool:
-        """Whether its loop runs."""
+        """Whether the engine's loop runs."""
 
 
 def read_queue(scheduler: Scheduler) -> Iterator[Metric]:
@@ -114,7 +114,7 @@ def read_states(states: StateSlots) -> Iterator[Metric]:
 
 
 def _pool_config(cache: PrefixCache) -> Metric:
-    """Return the size of the pool as labels, where routers that know vLLM look for it."""
+    """Return a gauge whose labels have the pool's size, as in vLLM, for routers that read it."""
     family = GaugeMetricFamily(
         f"{PREFIX}cache_config_info",
         "Tokens in one KV page, and KV pages in the pool",
@@ -164,7 +164,7 @@ def read_tiers(loads: PageLoads, page_size: int) -> Iterator[Metric]:
     yield dropped
     yield counter(
         "kv_tier_late",
-        "Loads given up because they took too long; the request computed the tokens",
+        "Loads that took too long, so that the request computed the tokens instead",
         loads.num_late,
     )
 
@@ -268,7 +268,10 @@ def _by_label(spec_stats: SpecDecodeStats) -> Iterator[Metric]:
 
 
 def _reaching(lens: Mapping[int, int], depth: int) -> dict[str, int]:
-    """Return for each position how many runs, by number of each length in ``lens``, reach it."""
+    """Return, for each position below ``depth``, how many runs are longer than the position.
+
+    ``lens``: number of runs by their length.
+    """
     return {
         str(position): sum(count for length, count in lens.items() if length > position)
         for position in range(depth)

@@ -18,21 +18,24 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class SpecDecodeStats:
-    """Counts since the start. A step counts once for each request that it gives tokens.
+    """Counts of steps, drafts and tokens since the start.
 
-    A draft is the whole tree that was verified for one request; its leading path is its longest
-    one. Subtract an earlier `SpecDecodeStats` to get the counts since then.
+    A step counts once for each request that gets tokens from it. A draft is the whole tree that was
+    verified for one request; its leading path is its longest path. Subtracting an earlier
+    `SpecDecodeStats` yields the counts since then.
     """
 
     num_tokens: int = 0
     num_steps: int = 0
     num_proposed: int = 0
-    num_trees: int = 0  # drafts with more than one path
-    proposed: Counter[str] = field(default_factory=Counter)  # draft tokens by source
-    accepted: Counter[str] = field(default_factory=Counter)  # served draft tokens by source
-    path_lens: Counter[int] = field(default_factory=Counter)  # drafts by tokens of the leading path
-    runs: Counter[int] = field(default_factory=Counter)  # drafts by accepted tokens
-    lengths: Counter[int] = field(default_factory=Counter)  # drafts by tokens of their step
+    num_trees: int = 0  # number of drafts with more than one path
+    proposed: Counter[str] = field(default_factory=Counter)  # number of draft tokens by source
+    accepted: Counter[str] = field(default_factory=Counter)  # number of accepted ones by source
+
+    # Numbers of drafts by length of the leading path, by accepted tokens, by tokens of the step.
+    path_lens: Counter[int] = field(default_factory=Counter)
+    runs: Counter[int] = field(default_factory=Counter)
+    lengths: Counter[int] = field(default_factory=Counter)
 
     @property
     def num_drafts(self) -> int:
@@ -41,7 +44,7 @@ class SpecDecodeStats:
 
     @property
     def acceptance_length(self) -> float:
-        """Mean tokens of a step that verified a draft; 0 if there was no such step."""
+        """Mean number of tokens from a step that verified a draft; 0 without such a step."""
         num_tokens = sum(length * count for length, count in self.lengths.items())
         return num_tokens / max(1, self.num_drafts)
 
@@ -74,17 +77,17 @@ class SpecDecodeStats:
 
 
 class Load(NamedTuple):
-    """Present load of a scheduler: requests and cache. Tokens count since the start."""
+    """Load of a scheduler: its current requests and used pages, and tokens since the start."""
 
     num_running: int = 0
     num_waiting: int = 0
-    kv_usage: float = 0.0  # share of the pages that are in use
-    num_queries: int = 0  # prompt tokens that were looked up in the cache
-    num_hits: int = 0  # looked-up tokens that were cached
+    kv_usage: float = 0.0  # fraction of the pages that are in use
+    num_queries: int = 0  # number of prompt tokens that were looked up in the cache
+    num_hits: int = 0  # number of looked-up tokens that were cached
 
     @classmethod
     def of(cls, scheduler: Scheduler) -> Load:
-        """Read the present load of a scheduler."""
+        """Return the current load of a scheduler."""
         cache = scheduler.cache
         return cls(
             len(scheduler.running),
@@ -96,10 +99,10 @@ class Load(NamedTuple):
 
 
 class EngineLog:
-    """Logs one line per ``interval_s`` seconds with served tokens; at level DEBUG drafts, too.
+    """Writer of a log line with the tokens served in every ``interval_s`` seconds.
 
-    ``load`` returns the present load and ``describe`` the state of the controller, when a line is
-    due.
+    At level DEBUG it also logs drafts. When a line is due, it calls ``load`` for the current load,
+    and ``describe`` for the state of the controller of drafts.
     """
 
     def __init__(
@@ -121,7 +124,7 @@ class EngineLog:
         self._load_before = Load()
 
     def tick(self) -> None:
-        """Report when it is time; called in every step, before its tokens are counted. Cheap."""
+        """Write a line if it is due. The engine calls this in every step, so it is fast."""
         now, last = self._clock(), self._last_tick
         self._last_tick = now
         if now - last > 2 * self._interval_s:  # idle time does not count
@@ -135,7 +138,7 @@ class EngineLog:
         recent = self._spec_stats - self._before
         if not recent.num_tokens:
             return
-        self._before = self._spec_stats - SpecDecodeStats()  # a copy
+        self._before = self._spec_stats - SpecDecodeStats()  # subtraction makes a copy
         logger.info("%s", ", ".join(self._load_parts(recent, seconds)))
         if logger.isEnabledFor(logging.DEBUG):
             parts = "; ".join(self._parts(recent))
@@ -179,7 +182,7 @@ def _draft_parts(recent: SpecDecodeStats) -> Iterator[str]:
 
 
 def by_source(proposed: Mapping[str, int], accepted: Mapping[str, int]) -> str:
-    """Return how many draft tokens of each source were served, as text."""
+    """Return a text with the numbers of accepted and proposed draft tokens by source."""
     return ", ".join(
         f"{source} {accepted.get(source, 0)} of {count}" for source, count in proposed.items()
     )

@@ -1,7 +1,7 @@
-"""Metrics under vLLM's names, for routers and dashboards that know no others.
+"""Metrics under vLLM's names, for routers and dashboards that read only such names.
 
-Nothing is counted here: each family is one of `EngineMetrics`, with another name and the labels of
-vLLM's family.
+This module counts nothing: it copies families of `EngineMetrics`, and gives them the names and
+labels that they have in vLLM.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ VLLM_NAMES: Mapping[str, str] = {
 
 
 class VllmNames(Collector):
-    """Metrics of a registry that vLLM has, too, under its names and with its labels."""
+    """Collector of the metrics that vLLM has, too, with vLLM's names and labels."""
 
     def __init__(self, ours: Collector, model_name: str) -> None:
         self._ours = ours

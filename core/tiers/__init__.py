@@ -1,1 +1,1 @@
-"""KV outside the pool: keys of pages, stores that keep pages, and events of cached pages."""
+"""KV pages outside the pool: their keys, the stores that keep them, and events about pages."""

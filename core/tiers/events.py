@@ -29,24 +29,24 @@ from .keys import StoredPages
 logger = logging.getLogger(__name__)
 EventMedium = Literal["GPU", "CPU", "DISK"]
 """Place of a page: the pool, on any device ("GPU"), host memory, or a disk."""
-KEPT_BATCHES = 10_000  # most batches kept for replays
+KEPT_BATCHES = 10_000  # maximum number of batches kept for replays
 
 # most bytes of the kept batches: a long prompt's batch has some hundred thousand bytes
 KEPT_BYTES = 2**28
-MAX_EVENTS = 4096  # most events of a batch: vllm-router refuses larger ones
-HASH_BYTES = 8  # first bytes of a key: readers take integers of 64 bits
+MAX_EVENTS = 4096  # maximum number of events in a batch; vllm-router refuses larger batches
+HASH_BYTES = 8  # bytes of a key that identify a page, because readers expect 64-bit integers
 LINGER_MS = 500  # time for readers to take the last batches
 LARGEST_REQUEST = 1024  # bytes; the request for a replay has 8, a subscription the topic's length
 END_OF_REPLAY = (2**64 - 1).to_bytes(8, "big")  # sent in place of a sequence number
 
 
 class BlockStored(msgspec.Struct, tag=True, frozen=True, kw_only=True, gc=False):
-    """Consecutive pages that a medium keeps from now on."""
+    """Event: a medium keeps these consecutive pages from now on."""
 
     block_hashes: list[int]
     parent_block_hash: int | None  # hash of the page before them; None at a text's beginning
     token_ids: list[int]
-    block_size: int  # tokens
+    block_size: int  # number of tokens in a page
     lora_id: None = None
     medium: EventMedium
     lora_name: None = None
@@ -55,7 +55,7 @@ class BlockStored(msgspec.Struct, tag=True, frozen=True, kw_only=True, gc=False)
 
 
 class BlockRemoved(msgspec.Struct, tag=True, frozen=True, kw_only=True, gc=False):
-    """Pages that a medium no longer keeps."""
+    """Event: a medium no longer keeps these pages."""
 
     block_hashes: list[int]
     medium: EventMedium
@@ -63,7 +63,7 @@ class BlockRemoved(msgspec.Struct, tag=True, frozen=True, kw_only=True, gc=False
 
 
 class AllBlocksCleared(msgspec.Struct, tag=True, frozen=True, gc=False):
-    """First event of a process: no page is kept."""
+    """Event: no page is kept. It is the first event of a process."""
 
 
 Event = BlockStored | BlockRemoved | AllBlocksCleared
@@ -71,12 +71,12 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 def encode_batch(seconds: float, events: list[Event]) -> bytes:
-    """Encode a batch in vLLM's format; ``seconds`` since 1970. The engine's rank is always 0."""
+    """Encode a batch of events in vLLM's format, with rank 0. ``seconds``: time since 1970."""
     return _encode((seconds, events, 0))
 
 
 def block_hash(key: bytes) -> int:
-    """Return the number by which readers know a page."""
+    """Return the number by which the events identify a page: the first 8 bytes of its key."""
     return int.from_bytes(key[:HASH_BYTES], "big")
 
 
@@ -143,11 +143,11 @@ class KVEventPublisher:
             )
 
     def dropped_from(self, medium: EventMedium, keys: list[bytes]) -> None:
-        """Publish that a medium no longer keeps these pages, which have no salt."""
+        """Publish that a medium no longer keeps these pages of the default namespace."""
         self._add(BlockRemoved(block_hashes=[block_hash(key) for key in keys], medium=medium))
 
     def flush(self) -> None:
-        """Send the events since the last batch, if there are any."""
+        """Send the events since the last batch as one batch; send nothing without events."""
         events, self._batch = self._batch, []
         for start in range(0, len(events) if self._end.alive else 0, MAX_EVENTS):
             batch = encode_batch(self._clock(), events[start : start + MAX_EVENTS])
@@ -164,7 +164,9 @@ class KVEventPublisher:
             return
         try:
             asyncio.get_running_loop().call_soon(self.flush)
-        except RuntimeError:  # no loop runs any more: the program exits and left the engine open
+        except (
+            RuntimeError
+        ):  # the event loop has ended: the program exits without closing the engine
             self.flush()
 
 
@@ -193,7 +195,7 @@ class _Outlet:
         self._is_silent = False  # whether the last batch is empty
 
     def run(self, inlet: zmq.Socket[bytes]) -> None:
-        """Publish batches and answer requests until an empty message comes."""
+        """Publish batches and answer requests for replays until an empty message arrives."""
         try:
             self._serve(inlet)
         except Exception:
@@ -231,10 +233,10 @@ class _Outlet:
             self._kept_bytes -= len(self._kept.popleft())
 
     def _beat(self) -> None:
-        """Send an empty batch, from which a reader sees that it missed batches.
+        """Send an empty batch, by whose number a reader notices that it missed batches.
 
-        Repeated empty batches have one number: otherwise a long silence would push all others out
-        of the replay.
+        Consecutive empty batches share one number: otherwise, after a long silence, only empty
+        batches would be kept for replays.
         """
         if self._is_silent:
             self._send_last()
@@ -248,7 +250,7 @@ class _Outlet:
         self._beats_at = time.monotonic() + self._heartbeat_seconds
 
     def _answer(self, request: list[bytes]) -> None:
-        """Send the kept batches from a sequence number on, then the end marker."""
+        """Answer a request: send the kept batches from a sequence number on, then an end marker."""
         if len(request) != 3 or len(request[2]) != 8:
             logger.debug("ignoring a replay request without a sequence number")
             return
@@ -265,7 +267,7 @@ class _Outlet:
 def _bound(
     context: zmq.Context[zmq.Socket[bytes]], kind: int, address: str, option: str
 ) -> tuple[zmq.Socket[bytes], str]:
-    """Return a listening socket and its address, in which the port used replaces port 0."""
+    """Return a listening socket and its address, with the real port in place of port 0."""
     socket = context.socket(kind)
     socket.setsockopt(zmq.IPV6, "[" in address)
     socket.setsockopt(zmq.MAXMSGSIZE, LARGEST_REQUEST)
@@ -284,7 +286,7 @@ def _bound(
 def _inner_pair(
     context: zmq.Context[zmq.Socket[bytes]],
 ) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
-    """Return both ends of a queue without a limit, each for one thread."""
+    """Return both ends of an unlimited queue of messages; each end is for one thread."""
     inlet, handover = context.socket(zmq.PULL), context.socket(zmq.PUSH)
     inlet.setsockopt(zmq.RCVHWM, 0)
     handover.setsockopt(zmq.SNDHWM, 0)

@@ -42,7 +42,7 @@ from torch import Tensor
 from ..ops.quantize import QuantizedStack, QuantizedWeight, StoredWeight
 
 FINGERPRINT_BYTES, KERNELS_HASH_BYTES = 32, 8
-_BLOCK = 1 << 16  # bytes of a tensor that share a checksum
+_BLOCK = 1 << 16  # number of bytes of a tensor per checksum
 _PACKAGE = Path(__file__).parents[2]
 CODE = tuple(_PACKAGE / "core" / room for room in ("execution", "model", "ops"))
 HEAD_CODE = (_PACKAGE / "draft" / "heads",)
@@ -56,11 +56,11 @@ class WeightsDigest:
     """
 
     def __init__(self) -> None:
-        self.num_bytes = 0  # bytes that were digested
+        self.num_bytes = 0  # number of bytes digested so far
         self._digests: dict[str, bytes] = {}
 
     def __call__(self, name: str, weight: StoredWeight) -> StoredWeight:
-        """Add a tensor to the digest; return the one to use in its place."""
+        """Add a tensor to the digest; return the tensor that the caller must use in its place."""
         if isinstance(weight, QuantizedStack):
             self._digests[name] = str(weight.count).encode()
             return QuantizedStack(weight.count, partial(self._one_of, name, weight))
@@ -116,7 +116,7 @@ class FingerprintParts:
     quantize: str
     exact: str
     load_format: str
-    page_size: int  # tokens
+    page_size: int  # tokens in a page
     kv_codec: str
     head: HeadParts | None = None
     tower: Mapping[str, str] | None = None
@@ -129,9 +129,9 @@ def kv_fingerprint(parts: FingerprintParts) -> bytes:
 
 
 def kernels_name(decoder: Mapping[str, str], machine: Mapping[str, str], code: bytes) -> str:
-    """Return a short text with the names of the decoder and a hash of decoder, machine and code.
+    """Return a short text that identifies the kernels: the decoder's names and a hash.
 
-    The arguments are the fields of `FingerprintParts`.
+    The hash covers the arguments, which are fields of `FingerprintParts`.
     """
     text = json.dumps([decoder, machine, code.hex()], sort_keys=True)
     digest = hashlib.blake2b(text.encode(), digest_size=KERNELS_HASH_BYTES).hexdigest()
@@ -139,7 +139,7 @@ def kernels_name(decoder: Mapping[str, str], machine: Mapping[str, str], code: b
 
 
 def code_digest(folders: Iterable[Path]) -> bytes:
-    """Digest the Python files below some folders, by name. Takes milliseconds."""
+    """Return a digest of the names and contents of the Python files below some folders."""
     files = [(path, path.relative_to(each.parent)) for each in folders for path in _files(each)]
     return _hashed(
         [part for path, name in files for part in (name.as_posix().encode(), path.read_bytes())]
@@ -151,7 +151,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _hashed(parts: Iterable[bytes]) -> bytes:
-    """Hash parts with their lengths, so that the boundaries between parts matter."""
+    """Return a hash of ``parts`` and their lengths, so that boundaries between parts matter."""
     found = hashlib.blake2b(digest_size=FINGERPRINT_BYTES)
     for part in parts:
         found.update(len(part).to_bytes(8, "little") + part)

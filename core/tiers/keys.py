@@ -1,9 +1,9 @@
-"""Keys of cached pages, by which other processes know them.
+"""Keys of cached pages, by which other processes identify the pages.
 
 A key determines all tokens up to the end of its page: it is the hash of the previous page's key and
-of the page's tokens. The first key is made from the fingerprint (the inputs that determine the bits
-of KV) and the namespace (the readers). So equal keys mean equal bytes of KV. The hash resists
-deliberate collisions, because a key decides who reads whose page.
+of the page's tokens. The first key is made from the fingerprint, which stands for all inputs that
+determine the bits of KV, and from the namespace. So equal keys mean equal bytes of KV. The hash
+resists deliberate collisions, because a key decides which requests may read a page.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ NO_KEY = bytes(KEY_BYTES)
 
 
 def root_key(fingerprint: bytes, namespace: str | None) -> bytes:
-    """Return the key before a namespace's first page, 32 bytes.
+    """Return the key from which the key of a namespace's first page is made, 32 bytes.
 
-    A mark distinguishes no salt from the empty salt. A salt is hashed first: it may be long.
+    A mark distinguishes the default namespace from an empty salt. The salt is hashed first, because
+    it may be long.
     """
     mark = b"\0" if namespace is None else b"\1"
     salt = hashlib.blake2b((namespace or "").encode(), digest_size=KEY_BYTES).digest()
@@ -37,7 +38,7 @@ def root_key(fingerprint: bytes, namespace: str | None) -> bytes:
 def chain_keys(before: bytes, tokens: array[int], page_size: int) -> Iterator[bytes]:
     """Yield the keys of the whole pages of ``tokens``, which follow the page with key ``before``.
 
-    About a microsecond per page.
+    Each key takes about a microsecond.
     """
     data, size, tag = tokens.tobytes(), page_size * ITEM_SIZE, tag_of(before)
     for start in range(0, len(data) - size + 1, size):
@@ -47,18 +48,18 @@ def chain_keys(before: bytes, tokens: array[int], page_size: int) -> Iterator[by
 
 
 def tag_of(key: bytes) -> bytes:
-    """Return the 8 bytes that are equal in all keys of a namespace, its root's included."""
+    """Return the last 8 bytes of a key, which all keys of a namespace have in common."""
     return key[-TAG_BYTES:]
 
 
 @dataclass(frozen=True, slots=True)
 class StoredPages:
-    """Consecutive pages that have joined the tree."""
+    """Consecutive pages of a text that were published to the tree."""
 
     namespace: str | None
     page_ids: array[int]  # [num_pages]
     keys: list[bytes]  # [num_pages]
-    before: bytes | None  # key of the page before them; None at the beginning
+    before: bytes | None  # key of the page before these; None at the beginning of a text
     tokens: array[int]  # [num_pages * page_size]
 
 
@@ -75,13 +76,13 @@ class KeyObserver(Protocol):
 class PageKeys(CacheObserver):
     """Keys of all pages in a tree, by page id; a `CacheObserver`.
 
-    ``counters[page_id]`` grows whenever the page leaves the tree. Cached pages never change, so a
-    copy of a page is correct if the counter has the same value before and after the copying. Any
-    thread may read ``counters``; everything else belongs to the tree's thread.
+    ``counters[page_id]`` increases whenever the page leaves the tree. Cached pages never change, so
+    a copy of a page is correct if the counter has the same value before and after the copying. Any
+    thread may read ``counters``; only the tree's thread may use everything else.
     """
 
     def __init__(self, fingerprint: bytes, num_pages: int, page_size: int) -> None:
-        self.page_size = page_size  # tokens
+        self.page_size = page_size  # tokens in a page
         self.counters = array("Q", bytes(8 * num_pages))
         self._fingerprint = fingerprint
         self._keys = bytearray(KEY_BYTES * num_pages)
@@ -92,17 +93,17 @@ class PageKeys(CacheObserver):
         self._observers.append(observer)
 
     def key(self, page_id: int) -> bytes:
-        """Return the key of a cached page; `NO_KEY` for one that is not cached. O(1)."""
+        """Return the key of a page; `NO_KEY` if the page is not cached. O(1)."""
         at = page_id * KEY_BYTES
         return bytes(self._keys[at : at + KEY_BYTES])
 
     def cached(self) -> Iterator[bytes]:
-        """Yield the keys of all cached pages, in no order. O(pages of the pool)."""
+        """Yield the keys of all cached pages, in arbitrary order. O(pages of the pool)."""
         keys = map(self.key, range(len(self.counters)))
         return (key for key in keys if key != NO_KEY)
 
     def root(self, namespace: str | None) -> bytes:
-        """Return the key before the first page of a namespace."""
+        """Return the key from which the key of a namespace's first page is made."""
         return root_key(self._fingerprint, namespace)
 
     @override

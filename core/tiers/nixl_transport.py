@@ -29,10 +29,10 @@ from ..interface.extras.transfers import (
     Region,
 )
 
-READ_SECONDS = 0.3  # time after which a peer counts as gone; all tiers wait for as long
-MAX_LATE = 8  # most reads that have not ended, each of another peer with its own buffer
+READ_SECONDS = 0.3  # time limit of a read; all tiers wait while a read runs
+MAX_LATE = 8  # maximum number of late reads, each from another peer into its own buffer
 SPINS, NAP_SECONDS = 200, 0.0002  # checks of a transfer before the first pause; length of a pause
-FLUSHES = 8  # checks that carry a note to the wire
+FLUSHES = 8  # number of checks after a message is sent, which make NIXL transmit it
 WORD_BYTES = 8
 
 
@@ -59,7 +59,7 @@ def make_agent(role: str) -> Any:  # noqa: ANN401 - the package has no types
 
 
 class NixlServer(PageServer):
-    """`PageServer` of tensors whose row p belongs to page p, and of the words beside them."""
+    """`PageServer` of tensors whose row p belongs to page p, and of `TransferLocks.words`."""
 
     def __init__(self, parts: Sequence[Tensor], words: array[int]) -> None:
         self._parts, self._words = parts, words  # they must stay alive at their addresses
@@ -88,7 +88,7 @@ class NixlServer(PageServer):
 
 @dataclass(frozen=True, slots=True)
 class _LateRead:
-    """A read that was given up and may still write to its buffer."""
+    """A read that took too long; the peer may still write to its buffer."""
 
     peer: bytes
     handle: Any
@@ -96,7 +96,7 @@ class _LateRead:
 
 
 class NixlReader(PageReader):
-    """`PageReader` into its own buffer of ``capacity`` bytes."""
+    """`PageReader` that reads into a buffer of its own, of ``capacity`` bytes."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity

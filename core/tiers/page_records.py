@@ -14,25 +14,28 @@ from ..ops.state_pool import StatePool
 
 
 class Records(Protocol):
-    """Bytes of pages, by page id; all records have one length."""
+    """Protocol of access to the bytes of pages by page id; a page's bytes are its record.
 
-    num_bytes: int  # length of a record
+    All records have the same length.
+    """
+
+    num_bytes: int  # length of a record in bytes
 
     def read(self, page_id: int) -> memoryview:
-        """Return a page's bytes: the pool's own memory if possible, else a copy.
+        """Return the bytes of a page: the pool's own memory if possible, otherwise a copy.
 
         A copy is valid until the next call of `read` or `target`.
         """
 
     def target(self, page_id: int) -> memoryview:
-        """Return the memory to read a page into; `write` must follow."""
+        """Return memory for the new bytes of a page; the caller fills it and then calls `write`."""
 
     def write(self, page_id: int) -> None:
-        """Copy the bytes in `target` into the page."""
+        """Copy the bytes that were put into `target` to the page."""
 
 
 class PageRecords(Records):
-    """`Records` of tensors: a page's record is its row of each tensor, one after the other.
+    """`Records` of tensors: a page's record consists of its row in each tensor, in order.
 
     ``parts``: contiguous tensors ``[num_pages or more, ...]``, whose row p belongs to page p; the
     target's KV comes first. Rows are read as bytes, because a row may hold blocks of several
@@ -72,7 +75,7 @@ class PageRecords(Records):
         )
 
     def _staged_parts(self, parts: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield each part's slice of the staged record, and the part."""
+        """Yield each part, together with its slice of the record in the staging buffer."""
         at = 0
         for rows in parts:
             yield self._staged[at : at + rows.shape[1]], rows
@@ -80,26 +83,26 @@ class PageRecords(Records):
 
 
 class SlotRecords(Records, Protocol):
-    """Bytes of recurrent states, by slot."""
+    """`Records` of recurrent states, by slot instead of page id."""
 
-    def stand_at(self, slot: int, position: int) -> None:
+    def set_position(self, slot: int, position: int) -> None:
         """Record that the state after ``position`` tokens was written to a slot."""
 
 
 class StateRecords(PageRecords, SlotRecords):
-    """`SlotRecords` of a pool of states."""
+    """`SlotRecords` of a pool of recurrent states."""
 
     def __init__(self, pool: StatePool) -> None:
         super().__init__([pool.slots])
         self._at = pool.at
 
     @override
-    def stand_at(self, slot: int, position: int) -> None:
+    def set_position(self, slot: int, position: int) -> None:
         self._at[slot] = position
 
 
 def _bytes_of(part: Tensor) -> Tensor:
-    """View a tensor as ``[num_pages, page_bytes]`` of uint8."""
+    """Return a view of a tensor as uint8 [num_pages, page_bytes]."""
     return (
         part.flatten(1).view(torch.uint8) if part.dim() > 1 else part.view(-1, 1).view(torch.uint8)
     )

@@ -1,6 +1,6 @@
-"""Tiers: saves of pages to the stores outside the pool, and loads from them.
+"""Tiers: saves pages to stores outside the pool, and loads pages from them.
 
-Saving takes no lock and delays nothing: the bytes of a page are copied while it may be in use. A
+Saving takes no lock and delays no request: the bytes of a page are copied while it may be in use. A
 copy is kept only if the page stayed in the tree meanwhile, because then its bytes did not change.
 """
 
@@ -27,36 +27,36 @@ from .page_records import Records, SlotRecords
 from .stores.peer_store import PeerStore
 
 logger = logging.getLogger(__name__)
-LEAST_TOKENS = 64  # least tokens that are worth a load
-CALL_BYTES = 8 << 20  # bytes that one call of the I/O thread moves: some milliseconds
+LEAST_TOKENS = 64  # minimum number of tokens that are worth a load
+CALL_BYTES = 8 << 20  # bytes that one call of the I/O thread moves, within a few milliseconds
 
-# Divisor: the largest part of the pool that is under I/O. A store that hangs keeps these pages.
-POOL_SHARE = 16
-MAX_QUEUED = 4  # most pages that wait to be saved, as a multiple of the pool
+# At most one 16th of the pool is under I/O at once: if a store hangs, these pages are not usable.
+POOL_DIVISOR = 16
+MAX_QUEUED = 4  # maximum number of pages that wait to be saved, as a multiple of the pool
 
-# time that a failed store stays closed; doubles each time
+# Time for which a failed store is not used: at first, and at most. It doubles with each failure.
 CLOSED_SECONDS, MAX_CLOSED_SECONDS = 10.0, 600.0
-MOST_LATE = 1.5  # late loads, less the forgiven part, that close a tier: two in a row suffice
-FORGIVEN = 1 / 64  # part of a late load that each page read forgives
+MOST_LATE = 1.5  # value of `_Tier.lateness` at which a store is no longer used for a while
+FORGIVEN = 1 / 64  # each page read subtracts this from `_Tier.lateness`
 MEAN_RATE = 0.3  # weight of a new value in a running mean
 
 
 @dataclass(slots=True, eq=False)
 class _Tier:
-    """Store and its state."""
+    """A store with its counts and its state."""
 
     store: PageStore
-    # store of recurrent states, by the keys of the pages before them
+    # store of recurrent states, each by the key of the page before it
     states: PageStore | None = None
     opens: float = -math.inf  # time until which the tier is not used
     pause: float = CLOSED_SECONDS  # seconds for which the tier is not used after the next failure
-    lateness: float = 0.0  # late loads, less the forgiven part
+    lateness: float = 0.0  # number of late loads, minus what pages read since then subtracted
     num_closed: int = 0
-    num_loaded: int = 0  # loaded pages
+    num_loaded: int = 0  # number of loaded pages
     load_seconds: float = 0.0
-    num_saved: int = 0  # saved pages
-    num_evicted: int = 0  # pages that left the pool before they were saved
-    num_refused: int = 0  # pages that came while it was closed
+    num_saved: int = 0  # number of saved pages
+    num_evicted: int = 0  # number of pages that left the pool before they were saved
+    num_refused: int = 0  # number of pages not saved because the tier was closed
 
     # tags to flush before the next look-up
     unflushed: set[bytes | None] = field(default_factory=set)
@@ -69,7 +69,7 @@ class _Tier:
             yield self.states
 
     def close(self, why: object, now: float) -> None:
-        """Stop using the store for a while, which is longer each time."""
+        """Stop using the store for ``pause`` seconds, and double ``pause``."""
         if now < self.opens:
             return
         self.num_closed += 1
@@ -93,12 +93,12 @@ class _StateSave:
     slot: int
     key: bytes  # key of the page before the state
     counter: int  # counter of the slot when it was attached to the page
-    num_before: int  # pages that had been queued before
+    num_before: int  # number of pages that were queued before the state
 
 
 @dataclass(frozen=True, slots=True)
 class StateTiers:
-    """Recurrent states in `Tiers`: a store of states beside each store of pages."""
+    """Stores of recurrent states for `Tiers`: one for each store of pages."""
 
     slots: StateSlots
     records: SlotRecords
@@ -106,11 +106,12 @@ class StateTiers:
 
 
 class Tiers(KVTiers):
-    """`KVTiers` over stores in the order of use; a `KeyObserver`, too.
+    """`KVTiers` over several stores, which are asked in order; also a `KeyObserver`.
 
     ``peers``: pools of other engines, which are asked last and to which nothing is saved.
-    ``states``: stores of recurrent states, for a model that can resume only from such a state.
-    Raises no error of a store: a store that fails, or answers too late, is closed for a while.
+    ``states``: stores of recurrent states, for a model that can resume only from such a state. No
+    method raises an error of a store: a store that fails or answers too late is closed, which means
+    that it is not used for a while.
     """
 
     def __init__(
@@ -135,11 +136,11 @@ class Tiers(KVTiers):
         self._tiers = [*self._keeping, *([] if peers is None else [_Tier(peers)])]
         self._clock = clock
         self._queue: deque[_Save] = deque()
-        self._num_queued = 0  # pages, saved ones included
-        self._num_unqueued = 0  # pages for which the queue had no room
+        self._num_queued = 0  # number of pages that were ever queued
+        self._num_unqueued = 0  # number of pages for which the queue had no room
         self._on_saves: Callable[[], None] = lambda: None
-        self._page_seconds = 0.0  # recent seconds per loaded page
-        self._asked: _Tier | None = None  # tier whose store the thread is in
+        self._page_seconds = 0.0  # running mean of the seconds per loaded page
+        self._asked: _Tier | None = None  # tier whose store the I/O thread is calling
         keys.add_observer(self)
         if states is not None:
             states.slots.on_attached = self._attached
@@ -148,7 +149,7 @@ class Tiers(KVTiers):
 
     @override
     def find(self, tokens: array[int], namespace: str | None, first: int) -> list[bytes]:
-        # The last token is left to be computed.
+        # The last token must be computed in any case, because its logits are needed.
         whole = tokens[: len(tokens) - 1]
         keys = list(chain_keys(self._keys.root(namespace), whole, self._keys.page_size))
         found, reached = first, -1
@@ -164,9 +165,9 @@ class Tiers(KVTiers):
         return keys[:found] if found > first else []
 
     def _last_state(self, tier: _Tier, keys: Sequence[bytes], first: int, found: int) -> int:
-        """Return the last number of ``keys``, up to ``found``, after which a tier has a state.
+        """Return the greatest number of leading pages, up to ``found``, with a state at their end.
 
-        Returns ``first`` if there is no later one.
+        Returns ``first`` if the tier has no state after page ``first``.
         """
         with self._asking(tier):
             for count in range(found, first, -1):
@@ -189,10 +190,10 @@ class Tiers(KVTiers):
 
     def _load_page(self, key: bytes, page_id: int) -> bool:
         for tier in self._open_tiers():
-            is_whole, began = False, self._clock()
+            is_loaded, began = False, self._clock()
             with self._asking(tier):
-                is_whole = tier.store.get(key, self._records.target(page_id))
-            if is_whole:
+                is_loaded = tier.store.get(key, self._records.target(page_id))
+            if is_loaded:
                 self._records.write(page_id)
                 tier.num_loaded += 1
                 tier.load_seconds += self._clock() - began
@@ -207,13 +208,13 @@ class Tiers(KVTiers):
         assert self._states is not None, "the tiers keep no states"
         records = self._states.records
         for tier in self._open_tiers():
-            is_whole = False
+            is_loaded = False
             with self._asking(tier):
                 if tier.states is not None:
-                    is_whole = tier.states.get(key, records.target(slot))
-            if is_whole:
+                    is_loaded = tier.states.get(key, records.target(slot))
+            if is_loaded:
                 records.write(slot)
-                records.stand_at(slot, position)
+                records.set_position(slot, position)
                 return True
         return False
 
@@ -266,7 +267,7 @@ class Tiers(KVTiers):
             self._flush(tier)
 
     def _flush(self, tier: _Tier) -> None:
-        """Flush the pending namespaces. One that fails stays pending, and the tier is closed."""
+        """Flush the pending namespaces; if that fails, the tier is closed and they stay pending."""
         with self._asking(tier):
             while tier.unflushed:
                 tag = next(iter(tier.unflushed))
@@ -320,7 +321,7 @@ class Tiers(KVTiers):
     @property
     @override
     def pages_per_call(self) -> int:
-        most = len(self._keys.counters) // POOL_SHARE
+        most = len(self._keys.counters) // POOL_DIVISOR
         return max(1, min(most, CALL_BYTES // self._records.num_bytes))
 
     @property
@@ -359,7 +360,7 @@ class Tiers(KVTiers):
     @override
     def note_late(self) -> None:
         tier = self._asked
-        if tier is None or tier.store is self._peers:  # a peer that hangs is closed on its own
+        if tier is None or tier.store is self._peers:  # `PeerStore` suspends peers itself
             return
         tier.lateness += 1.0
         if tier.lateness >= MOST_LATE:
@@ -367,20 +368,20 @@ class Tiers(KVTiers):
             tier.close("loads take too long", self._clock())
 
     def stored(self, pages: StoredPages) -> None:
-        """Queue pages that have just joined the tree, as far as there is room."""
+        """Queue pages that were published to the tree for saving, as far as the queue has room."""
         if not self._keeping:
             return
         room = MAX_QUEUED * len(self._keys.counters) - len(self._queue)
         tag = self._tag(pages.namespace)
         for page_id, key in zip(pages.page_ids[:room], pages.keys, strict=False):
             self._queue.append(_Save(page_id, key, tag, self._keys.counters[page_id]))
-            # after the page itself, so that the saving thread never counts too many as taken
+            # It is increased after the append: `save` must never count too many pages as taken.
             self._num_queued += 1
         self._num_unqueued += max(0, len(pages.keys) - room)
         self._on_saves()
 
     def _attached(self, kept: KeptState) -> None:
-        """Queue a state that was just attached to a page, if fewer states than slots are queued."""
+        """Queue a state that was attached to a page, unless as many states as slots are queued."""
         if self._states is None or len(self._state_queue) >= self._states.slots.num_total:
             return
         counter, key = self._states.slots.counters[kept.slot], self._keys.key(kept.page_id)
@@ -388,10 +389,10 @@ class Tiers(KVTiers):
         self._on_saves()
 
     def dropped(self, namespace: str | None, keys: list[bytes], cause: Cause) -> None:
-        """Do nothing: a thread that copies a page sees from its counter that it left the tree."""
+        """Do nothing: `PageKeys.counters` already show that the pages left the tree."""
 
     def _dropped(self, tier: _Tier) -> Mapping[str, int]:
-        """Count pages that were not saved to a tier, by cause."""
+        """Return the number of pages that were not saved to a tier, by cause."""
         if tier not in self._keeping:
             return {}
         return {

@@ -1,8 +1,8 @@
 """TransferParams: ``kv_transfer_params``, which clients carry from one engine to another.
 
 P is the engine that computes a prompt, D the engine that continues the request. The fields are
-vLLM's; foretoken's own are in ``foretoken``. All fields are signed: anyone who could make such
-parameters could have any memory read, and any KV used for a prompt.
+named as in vLLM; fields that only foretoken has are in ``foretoken``. All fields are signed: a
+client that could forge them could make an engine read any memory, and use any KV for a prompt.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ..interface.extras.transfers import (
 from ..interface.request import Request
 from .keys import PageKeys
 
-SECONDS = 30  # time for which parameters are valid
+VALID_SECONDS = 30  # time for which parameters are valid
 NAME_CHARS = 64
 MAC_PURPOSE = b"foretoken kv_transfer_params"
 
@@ -37,25 +37,25 @@ Count = Annotated[int, Meta(ge=0, lt=2**31)]
 
 
 class OwnParams(Struct, forbid_unknown_fields=True, frozen=True):
-    """Fields of ``foretoken``: location and identity of the pages. Bytes are base64 or hex."""
+    """The fields in ``foretoken``: location and identity of the pages.
+
+    Byte strings are encoded as base64 or hex.
+    """
 
     fingerprint: str  # hex; fingerprint of the KV
     key: str  # hex; key of the last page
-    agent: str  # base64; agent that gives access to the memory
+    agent: str  # base64; metadata by which other processes can connect to the pool's process
     kind: Literal["DRAM", "VRAM"]
     parts: list[tuple[Address, Count]]
     words: Address
     slot: Count
-    nonce: str  # hex: not every reader of JSON has integers of 63 bits
-    until: int  # seconds since 1970
-    mac: str = ""  # hex
+    nonce: str  # hex, because not every reader of JSON supports integers of 63 bits
+    until: int  # time of expiry in seconds since 1970
+    mac: str = ""  # hex; signature of all other fields
 
 
 class Params(Struct, frozen=True):
-    """The fields of ``kv_transfer_params`` that the engine that continues a request needs.
-
-    Routers may add fields.
-    """
+    """The fields of ``kv_transfer_params`` that D reads; routers may add other fields."""
 
     remote_request_id: Annotated[str, Meta(max_length=NAME_CHARS)]
     remote_block_ids: list[Count]
@@ -65,9 +65,10 @@ class Params(Struct, frozen=True):
 class TransferParams:
     """Writer of parameters for an engine that computes prompts, and reader for one that continues.
 
-    Belongs to the event loop's thread. ``secret``: shared by the whole cluster. ``memory``: this
-    engine's pool, if it gives pages. ``end_offer``: tells a peer that it may free the pages of an
-    offer, if this engine takes pages. ``row_bytes``: bytes per row of each part of a page's record.
+    Only the event loop's thread may call the methods. ``secret``: shared by the whole cluster.
+    ``memory``: this engine's pool; None if the engine gives no pages. ``end_offer``: function that
+    tells a peer that it may free the pages of an offer; None if the engine takes no pages.
+    ``row_bytes``: bytes per row of each part of a page's record.
     """
 
     def __init__(
@@ -98,12 +99,12 @@ class TransferParams:
         return self._locks.is_full
 
     def is_prefill(self, params: Mapping[str, Any] | None) -> bool:
-        """Whether a prompt is to be computed for another engine, and this engine does that."""
+        """Whether ``params`` ask to compute a prompt for another engine, and this engine can."""
         has_pool = self._memory is not None
         return has_pool and params is not None and params.get("do_remote_decode") is True
 
     def is_held(self, part: HeldPages) -> bool:
-        """Whether another engine may still read the pages of `hold_part`."""
+        """Whether the pages of ``part`` are still held, so that another engine may read them."""
         return self._locks.is_held(part.name)
 
     def hold_part(self, request: Request) -> HeldPages | None:
@@ -119,9 +120,9 @@ class TransferParams:
         )
 
     def write(self, request: Request, part: HeldPages | None = None) -> dict[str, Any]:
-        """Return the parameters of an answer; they name no pages if none are held.
+        """Return the parameters of an answer, with the held pages if any are held.
 
-        ``part``: pages of `hold_part`, used in place of the whole prompt's pages.
+        ``part``: pages from `hold_part` to name instead of the pages of the whole prompt.
         """
         held, memory = part or request.transfer.handed, self._memory
         params: dict[str, Any] = {
@@ -144,7 +145,7 @@ class TransferParams:
             words=memory.words,
             slot=held.slot,
             nonce=f"{held.nonce:x}",
-            until=int(self._clock()) + SECONDS,
+            until=int(self._clock()) + VALID_SECONDS,
         )
         found = Params(held.name, held.page_ids.tolist(), own)
         signed = msgspec.structs.replace(own, mac=self._mac(found))
@@ -155,21 +156,21 @@ class TransferParams:
         }
 
     def drop(self, request: Request) -> None:
-        """Free the pages of a request whose answer has no receiver."""
+        """Free the held pages of a request whose answer no client receives."""
         request.transfer = msgspec.structs.replace(request.transfer, hands_over=False)
         if request.transfer.handed is not None:
             self.release(request.transfer.handed.name)
 
     def release(self, name: str) -> None:
-        """Free the pages of a transfer that has no reader; an unknown one is ignored."""
+        """Free the pages of a transfer that no engine reads; an unknown name is ignored."""
         self._locks.end(name)
 
     # -- D --------------------------------------------------------------------------------------
 
     def read(self, params: Mapping[str, Any] | None) -> Transfer:
-        """Return the transfer that a request asks for.
+        """Return the transfer that the parameters of a request ask for.
 
-        Unusable parameters are only counted: the prompt is then computed.
+        Unusable parameters are counted and ignored; then the prompt is computed.
         """
         if not params:
             return NO_TRANSFER
@@ -186,7 +187,7 @@ class TransferParams:
         return NO_TRANSFER
 
     def check(self, offer: PageOffer, num_tokens: int) -> bool:
-        """Whether an offer suits a prompt of this many tokens; an unsuitable one is ended."""
+        """Whether an offer fits a prompt of ``num_tokens`` tokens; other offers are ended."""
         if len(offer.page_ids) <= max(0, num_tokens - 1) // self._page_size:
             return True
         self._refuse("out_of_range")
@@ -194,7 +195,7 @@ class TransferParams:
         return False
 
     def end(self, offer: PageOffer) -> None:
-        """Notify the peer of an offer whose request did not come to the engine."""
+        """Tell a peer that its offered pages will not be read: no request uses the offer."""
         if self._end_offer is not None:
             self._end_offer(offer)
 
@@ -229,7 +230,7 @@ class TransferParams:
         return tuple(part.num_bytes for part in parts) == self._row_bytes
 
     def _mac(self, params: Params) -> str:
-        """Sign all fields but the signature."""
+        """Return the signature of all fields except the signature, in hex."""
         unsigned = msgspec.structs.replace(params.foretoken, mac="")
         data = msgspec.json.encode(msgspec.structs.replace(params, foretoken=unsigned))
         return hmac.digest(self._key, data, "sha256").hex()

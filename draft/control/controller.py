@@ -6,8 +6,8 @@ expected net gain, in tokens,
     net_gain(D) = sum of s_i  -  r * (c(n + |D|) - c(n))  -  sum of r * k * l_i  -  r * overhead
 
     s_i         survival: the probability that token i and all tokens before it on its path are
-                accepted; the value is in `lookup` for tokens that a source looked up, and in
-                `expected_accepted` for the nodes of a proposer
+                accepted; the value is in `lookup_survival` for tokens that a source looked up, and
+                in `expected_accepted` for the nodes of a proposer
     c(n)        seconds of a pass of n rows; `CostModel.row_seconds` returns the differences
     k           seconds that a row takes for each key that it attends to
     l_i         context length of the request that token i is drafted for
@@ -41,10 +41,10 @@ from .cost_model import CostModel
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 
-PAYBACK_STEPS = 12.0  # number of steps over which computing a request's missing KV must pay
-PASS_ROWS = 3  # maximum rows per request for which passes of the proposer are priced
+PAYBACK_STEPS = 12.0  # number of steps over which the cost of computing much missing KV is spread
+PASS_ROWS = 3  # passes of the proposer are priced up to this many rows per request
 LEAST_ROWS = 0.01  # minimum number of rows that a node of the proposer is expected to take
-FEW_UNCACHED_TOKENS = 4  # missing tokens charged in full: any accepted draft leaves that many
+FEW_UNCACHED_TOKENS = 4  # tokens of missing KV charged in full; an accepted draft leaves a few
 PROBE_SHARE = 0.01  # share of all time that probes of an unused proposer may take
 FIRST_PROBE, LAST_PROBE = 32, 1024  # minimum and maximum number of steps between two probes
 
@@ -54,9 +54,10 @@ class StepCandidates:
     """The drafts that a step could verify.
 
     F and D are the maximum numbers of looked-up tokens and of proposed nodes per request.
-    ``lookup`` [num_requests, F]: survival of the nodes of each looked-up draft, in descending
-    order, padded with 0. ``expected_accepted`` [num_requests, D]: probability that the proposer's
-    1st, 2nd, ... best node exists and is accepted; 0 if the proposer may not draft for the request.
+    ``lookup_survival`` [num_requests, F]: survival of the nodes of each looked-up draft, in
+    descending order, padded with 0. ``expected_accepted`` [num_requests, D]: probability that the
+    proposer's 1st, 2nd, ... best node exists and is accepted; 0 if the proposer may not draft for
+    the request.
     ``node_probability`` [num_requests, D]: probability that the proposer's draft has at least 1, 2,
     ... nodes. ``passes_per_node``: passes of the proposer per node. ``num_uncached_draft_tokens``
     [num_requests]: tokens whose KV the proposer lacks. ``budget``: maximum number of rows that all
@@ -66,7 +67,7 @@ class StepCandidates:
     in tokens.
     """
 
-    lookup: FloatArray
+    lookup_survival: FloatArray
     expected_accepted: FloatArray
     num_uncached_draft_tokens: IntArray
     budget: int
@@ -80,7 +81,7 @@ class StepCandidates:
     @property
     def num_decodes(self) -> int:
         """Number of requests that decode in the step."""
-        return len(self.lookup) + self.num_others
+        return len(self.lookup_survival) + self.num_others
 
     @property
     def num_rows(self) -> int:
@@ -99,12 +100,12 @@ class Allocation:
     attends to. ``pass_prices``: price of one more pass of the proposer with 1, 2, ... rows.
     """
 
-    num_lookup: IntArray  # [num_requests] number of best nodes of the looked-up draft
+    num_lookup: IntArray  # [num_requests] number of looked-up nodes to verify, the best ones
     num_proposer: IntArray  # [num_requests] expected number of nodes that the proposer drafts
     net_gain: float = 0.0
-    row_prices: FloatArray | None = None  # [most]
-    key_prices: FloatArray | None = None  # [num_requests]
-    pass_prices: FloatArray | None = None  # [PASS_ROWS * num_requests]
+    row_prices: FloatArray | None = None  # [most] tokens, for 1, 2, ... rows
+    key_prices: FloatArray | None = None  # [num_requests] tokens per row
+    pass_prices: FloatArray | None = None  # [PASS_ROWS * num_requests] tokens, for 1, 2, ... rows
 
     @property
     def num_rows(self) -> int:
@@ -123,7 +124,7 @@ class ProbeScheduler:
         self._num_idle = 0  # steps since the proposer was last used
         self._saved_s = 0.0  # unused budget for probes, in seconds
 
-    def idle(self, seconds: float) -> None:
+    def note_idle(self, seconds: float) -> None:
         """Record a step that took ``seconds`` and in which the proposer did not draft."""
         self._num_idle += 1
         self._saved_s += PROBE_SHARE * seconds
@@ -160,7 +161,7 @@ class Controller:
         """Return the drafts of the next step; none until a pass of the target has been measured."""
         self._probe_s = 0.0
         if not self.costs.is_ready:
-            none = np.zeros(len(candidates.lookup), dtype=np.int64)
+            none = np.zeros(len(candidates.lookup_survival), dtype=np.int64)
             return Allocation(none, none)
         self._num_decodes = candidates.num_decodes
         self._rate = self.costs.rate(self._num_decodes)
@@ -201,7 +202,7 @@ class Controller:
             is_probe = self._probe_s > 0.0
             self._probes.note_use(self._probe_s, num_hits, is_probe=is_probe)
         else:
-            self._probes.idle(seconds)
+            self._probes.note_idle(seconds)
         self._probe_s = 0.0
 
     def _count(self, chosen: Allocation) -> None:
@@ -247,21 +248,21 @@ def allocate(candidates: StepCandidates, costs: CostModel, rate: float) -> Alloc
 
     O(P * n log n) for n = num_requests * width tokens that could be drafted and P passes.
     """
-    none = np.zeros(len(candidates.lookup), dtype=np.int64)
+    none = np.zeros(len(candidates.lookup_survival), dtype=np.int64)
     may_propose = _may_pay(candidates, costs, rate)
-    if candidates.budget <= 0 or not (may_propose or candidates.lookup.any()):
+    if candidates.budget <= 0 or not (may_propose or candidates.lookup_survival.any()):
         return Allocation(none, none)
     prices = _prices(candidates, costs, rate)
-    every = np.ones_like(candidates.lookup)
+    every = np.ones_like(candidates.lookup_survival)
     overhead = rate * costs.draft_overhead(candidates.num_decodes)
-    best = _best_prefix(candidates.lookup, every, candidates.budget, prices, overhead)
+    best = _best_prefix(candidates.lookup_survival, every, candidates.budget, prices, overhead)
     chosen = Allocation(best.counts, none, best.net_gain)
     if may_propose:
         with_proposer = _best_with_proposer(candidates, costs, rate, prices)
         if with_proposer.net_gain > chosen.net_gain:
             known = int(with_proposer.num_lookup.sum())
             others = prices.rows[known + 1 :] - prices.rows[known]
-            pass_rows = np.arange(1, PASS_ROWS * len(candidates.lookup) + 1)
+            pass_rows = np.arange(1, PASS_ROWS * len(candidates.lookup_survival) + 1)
             return replace(
                 with_proposer,
                 row_prices=others,
@@ -284,9 +285,9 @@ class _Prices:
 
 
 def _prices(candidates: StepCandidates, costs: CostModel, rate: float) -> _Prices:
-    most = max(candidates.lookup.size, candidates.expected_accepted.size)
+    most = max(candidates.lookup_survival.size, candidates.expected_accepted.size)
     seconds = costs.row_seconds(candidates.num_rows, most, candidates.num_decodes)
-    context_lens = np.broadcast_to(candidates.context_lens, len(candidates.lookup))
+    context_lens = np.broadcast_to(candidates.context_lens, len(candidates.lookup_survival))
     return _Prices(rate * seconds, rate * costs.key_seconds(candidates.num_decodes) * context_lens)
 
 
@@ -344,19 +345,19 @@ def _best_with_proposer(
     candidates: StepCandidates, costs: CostModel, rate: float, prices: _Prices
 ) -> Allocation:
     """Return the allocation with the highest net gain for any number of the proposer's passes."""
-    lookup, nodes = candidates.lookup, candidates.expected_accepted
+    lookup, nodes = candidates.lookup_survival, candidates.expected_accepted
     uncached = candidates.num_uncached_draft_tokens
     num_requests, num_depths = nodes.shape
     width = max(lookup.shape[1], num_depths)
     # Price of each request's first row, if every request gets one. [num_requests, 1] tokens
     row_prices = (prices.rows[num_requests] / num_requests + prices.keys)[:, None]
     overhead = rate * costs.draft_overhead(candidates.num_decodes, with_proposer=True)
-    # The proposer drops a node that is not worth its row, so a node costs a row only as often as
-    # it exists.
+    # The proposer drops a node that is not worth its row, so the expected rows of a node are the
+    # probability that it exists.
     node_rows = np.maximum(LEAST_ROWS, np.broadcast_to(candidates.node_probability, nodes.shape))
     passes = costs.draft_pass(np.array([1, num_requests, num_requests + int(uncached.max())]))
     pass_price, owed_s = rate * float(passes[1]), float(passes[2] - passes[1])
-    # A large backlog is computed once, so its price is spread over the steps that profit from it.
+    # Much missing KV is computed once, so its price is spread over the steps that profit from it.
     late = np.maximum(0, uncached - FEW_UNCACHED_TOKENS) / PAYBACK_STEPS
     owed = np.minimum(uncached, FEW_UNCACHED_TOKENS) + late
     catch_up_price = rate * owed * (owed_s / max(1, int(uncached.max())))  # [num_requests] tokens
@@ -367,7 +368,7 @@ def _best_with_proposer(
     best = Allocation(none, none)
     for depth in _last_depths(candidates, num_depths):
         if most_gain[depth - 1] - pass_price * _num_passes(candidates, depth) <= best.net_gain:
-            continue  # This depth cannot be the best, even if rows cost nothing.
+            continue  # This number of nodes cannot be the best, even if rows cost nothing.
         gain = node_gains[:, depth - 1] - catch_up_price
         by_proposer = (gain > lookup_gain) & (nodes[:, 0] > 0.0)
         if not by_proposer.any():

@@ -21,12 +21,12 @@ from numpy.typing import NDArray
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 
-UNMEASURED_ROW_SHARE = 0.05  # share of a one-row pass that a row adds, if one width is known
-UNMEASURED_DRAFT_SHARE = 0.2  # cost of a pass of an unmeasured proposer: share of a target's pass
+UNMEASURED_ROW_SHARE = 0.05  # unmeasured cost of one more row, as a share of a one-row pass
+UNMEASURED_DRAFT_SHARE = 0.2  # cost of an unmeasured proposer's pass, as a share of a target's
 DRIFT_RATE, KNOT_RATE = 0.03, 0.05  # share of an error that one pass corrects
-MAX_ERROR = 0.3  # maximum error taken from one pass (share or log ratio), so that stalls count less
+MAX_ERROR = 0.3  # limit of one pass's error (share or log ratio), so that stalls count less
 MEAN_RATE = 0.05  # minimum weight of a new value in a running mean
-PRIOR_SPREAD = 0.1  # share of the mean by which passes must differ for the slope to leave 1
+PRIOR_SPREAD = 0.1  # prior spread of predicted seconds, as a share of their mean
 SLOPE_RANGE = (0.2, 5.0)
 MAX_OUTLIER = 3.0  # maximum multiple of a mean that one value counts as, so that stalls count less
 
@@ -35,8 +35,8 @@ MAX_OUTLIER = 3.0  # maximum multiple of a mean that one value counts as, so tha
 class StepProfile:
     """Times of passes, in seconds, by the number of rows of a pass."""
 
-    forward: Mapping[int, float] = field(default_factory=dict)  # passes of the target
-    draft: Mapping[int, float] = field(default_factory=dict)  # passes of the proposer, if any
+    forward: Mapping[int, float] = field(default_factory=dict)  # seconds of target passes by rows
+    draft: Mapping[int, float] = field(default_factory=dict)  # seconds of proposer passes by rows
     key_s: float = 0.0  # seconds per key of each row after a request's first, in the target's pass
 
 
@@ -71,7 +71,7 @@ class CostCurve:
         if num_rows <= 0 or seconds <= 0.0:
             return
         error = log(seconds / float(self.at(num_rows)))
-        if not self.is_measured:  # The first pass sets the scale.
+        if not self.is_measured:  # The first pass corrects all knots alike.
             self.is_measured, self._drift = True, error
         else:
             self._correct(num_rows, min(MAX_ERROR, max(-MAX_ERROR, error)))
@@ -188,8 +188,8 @@ class _Load:
     host_proposer: Mean = field(default_factory=Mean)  # seconds outside passes, with a proposer
 
 
-def best_chain(profile: StepProfile, odds: float, longest: int = 8) -> float:
-    """Return the speed-up of one request by drafting chains of the best length.
+def best_chain_speedup(profile: StepProfile, odds: float, longest: int = 8) -> float:
+    """Return the speed-up of decoding one request with chains of the best length.
 
     ``odds``: probability that a draft token is accepted if all tokens before it were accepted.
     ``longest``: maximum length of a chain in tokens.
@@ -258,8 +258,8 @@ class CostModel:
     def draft_overhead(self, num_requests: int, *, with_proposer: bool = False) -> float:
         """Return how many more seconds the host takes in a step with drafts than in a step without.
 
-        ``with_proposer``: whether a proposer drafts. Until such a step has been observed, the value
-        of steps with looked-up drafts is returned.
+        ``with_proposer``: whether a proposer drafts. Returns the value of steps with looked-up
+        drafts until a step with a proposer has been observed.
         """
         load = self._loads.get(num_requests.bit_length())
         if load is None or not load.host_plain.num_seen:
@@ -272,11 +272,11 @@ class CostModel:
         return max(0.0, host.value - load.host_plain.value)
 
     def rate(self, num_requests: int) -> float:
-        """Return the engine's recent tokens per second if about ``num_requests`` decode.
+        """Return the engine's recent tokens per second with about ``num_requests`` decodes.
 
-        The rate is the mean number of tokens of a step divided by its mean seconds. A few steps
-        yield most of the tokens, and they would count too little in a mean of the rates of steps or
-        of clipped token counts.
+        The rate is the mean number of tokens of a step divided by the mean seconds of a step. A
+        mean of the steps' own rates would undervalue the few steps that yield most of the tokens,
+        and so would clipped token counts.
         """
         load = self._loads.get(num_requests.bit_length())
         if load is None or not load.seconds.num_seen:
@@ -284,7 +284,7 @@ class CostModel:
         return num_requests * load.tokens.value / load.seconds.value
 
     def step_seconds(self, num_requests: int) -> float:
-        """Return the recent seconds of a step if about ``num_requests`` decode."""
+        """Return the recent seconds of a step with about ``num_requests`` decodes."""
         load = self._loads.get(num_requests.bit_length())
         if load is None or not load.seconds.num_seen:
             return float(self._forward.at(num_requests))

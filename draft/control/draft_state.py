@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from msgspec.structs import replace
@@ -27,7 +27,9 @@ class DraftState:
     """The speculator's data of one request: guesses, paused look-ups, and length of draft KV."""
 
     request: Request
-    guesses: Sequence[Guess] = ()
+    # Guesses that are not scored yet, each with the number of tokens that they follow. The outcome
+    # of a step is scored after the next step was planned, so there may be guesses of two steps.
+    unscored: list[tuple[int, Sequence[Guess]]] = field(default_factory=list)
     tree: GuessTree | None = None
     proposer_len: int = 0  # approximate number of tokens whose KV the proposer has
     num_fruitless: int = 0  # number of steps in a row without a draft
@@ -38,17 +40,17 @@ class DraftState:
         """Whether the temperature is above 0. Sampled requests accept fewer draft tokens."""
         return self.request.sampling.params.temperature > 0
 
-    def drafts_nothing(self, num_new_tokens: int) -> bool:
-        """Whether look-ups are still paused when the request has ``num_new_tokens`` more tokens."""
+    def is_paused(self, num_new_tokens: int) -> bool:
+        """Whether look-ups are still paused once the request has ``num_new_tokens`` more tokens."""
         return len(self.request.tokens) + num_new_tokens < self.paused_until
 
-    def drafted(self, num_rows: int, *, step: int, may_back_off: bool) -> None:
+    def note_drafted(self, num_rows: int, *, step: int, may_back_off: bool) -> None:
         """Record the number of rows drafted in a step; pause look-ups after steps without drafts.
 
         Each pause is twice as long as the one before, up to `MAX_PERIOD` steps. ``step``: number of
-        the engine's step. A pause of n steps ends at a multiple of n, so that many requests look up
-        in the same step and the other steps need no look-ups. ``may_back_off``: whether look-ups
-        may be paused.
+        the engine's step. A pause of n steps ends at a step whose number is a multiple of n. Then
+        many requests look up in the same step, and the other steps need no look-ups.
+        ``may_back_off``: whether look-ups may be paused.
         """
         if num_rows:
             self.num_fruitless = 0
@@ -80,9 +82,11 @@ class DraftState:
         ]
         if request.sampling.constraint is not None and grammar is not None:
             guesses = _allowed(guesses, request, grammar)
-        self.guesses = guesses
+        num_tokens = len(request.tokens)
+        self.unscored = [each for each in self.unscored[-1:] if each[0] < num_tokens]
         if not guesses:
             return None
+        self.unscored.append((num_tokens, guesses))
         survivals = [
             acceptance.survival(
                 each.source,
@@ -97,7 +101,10 @@ class DraftState:
 
     def score(self, acceptance: AcceptanceModel, served: array[int]) -> None:
         """Score every guess, verified or not, against the committed tokens ``served``."""
-        for guess in self.guesses:
+        num_before = len(self.request.tokens) - len(served)
+        scored = [each for at, guesses in self.unscored if at == num_before for each in guesses]
+        self.unscored = [each for each in self.unscored if each[0] > num_before]
+        for guess in scored:
             hits = common_len(guess.token_ids, served)
             acceptance.score(
                 guess.source,
@@ -107,7 +114,6 @@ class DraftState:
                 missed=hits < min(len(guess.token_ids), len(served)),
                 sampled=self.is_sampled,
             )
-        self.guesses = ()
 
     def judge_proposer(
         self,
@@ -125,9 +131,9 @@ class DraftState:
         plan, num_uncached = scheduled.draft_plan, outcome.note.num_uncached
         self.proposer_len = scheduled.stop - num_uncached + num_served - 1
         if plan.draft.token_ids and not plan.row_prices:
-            return  # The better of two chains was verified: a biased sample of the proposer.
+            return  # The verified chain is the better of two, which is a biased sample.
         num_ranked = outcome.num_ranked
-        if num_ranked or not num_uncached:  # Otherwise the proposer only computed missing KV.
+        if num_ranked or not num_uncached:  # False if the proposer only computed missing KV.
             node_worth.observe(
                 plan.max_draft,
                 num_ranked,

@@ -31,14 +31,14 @@ FloatArray = NDArray[np.float64]
 
 MAX_LENGTH = 64  # number of positions that a curve covers
 PRIOR_TOKENS = 10.0  # weight of the prior, in observed tokens
-WINDOW = 150.0  # number of tokens over which the counts of a bucket fade
+WINDOW = 150.0  # number of tokens over which the counts of a bucket decay
 HAZARD_PRIOR = 1.0  # weight of the prior hazard of 1, in expected rejections
 HAZARD_KEEP = 0.95  # share of a request's counts that remains after each of its guesses
 HAZARD_RANGE = (0.1, 12.0)
 CHANCE_RANGE = (0.005, 0.998)
 PRIOR_DRAFTS = 4.0  # weight of a node's prior, in observed drafts
 TRIAL_WEIGHT = 5.0  # weight of a probe of an unused proposer, in drafts
-NODE_WINDOW = 60.0  # number of drafts over which counts of nodes fade
+NODE_WINDOW = 60.0  # number of drafts over which counts of nodes decay
 
 _SPANS = tuple(zip(BUCKETS, (*BUCKETS[1:], maxsize), strict=True))  # positions of each bucket
 _CLASS_OF = np.searchsorted(BUCKETS, np.arange(MAX_LENGTH), side="right") - 1
@@ -48,14 +48,15 @@ _CLASS_OF = np.searchsorted(BUCKETS, np.arange(MAX_LENGTH), side="right") - 1
 class _Curve:
     """The survival of one kind of guess.
 
-    The arrays [MAX_LENGTH] do not count the new ``scores`` until `refresh`.
+    The arrays [MAX_LENGTH] include the new ``scores`` only after `refresh`.
     """
 
-    hits: list[float]  # [len(BUCKETS)] faded number of accepted tokens
-    trials: list[float]  # [len(BUCKETS)] faded number of tokens with a known outcome
+    hits: list[float]  # [len(BUCKETS)] decayed number of accepted tokens
+    trials: list[float]  # [len(BUCKETS)] decayed number of tokens with a known outcome
     log_survival: FloatArray = field(default_factory=lambda: np.zeros(MAX_LENGTH))
     survival: FloatArray = field(default_factory=lambda: np.ones(MAX_LENGTH))
-    misses: list[float] = field(default_factory=list)  # [MAX_LENGTH] expected rejections
+    # [MAX_LENGTH] expected rejections among the first 1, 2, ... tokens
+    expected_rejections: list[float] = field(default_factory=list)
     # (accepted, tried) tokens of the guesses that were scored since the arrays were computed
     scores: list[tuple[int, int]] = field(default_factory=list)
 
@@ -66,7 +67,7 @@ class _Curve:
         return curve
 
     def count(self) -> None:
-        """Add the new scores to the counts. The guesses of a step all weigh the same."""
+        """Decay the counts and add the new scores to them, all with the same weight."""
         for index, (start, stop) in enumerate(_SPANS):
             hits = tried = 0
             for num_hits, num_tried in self.scores:
@@ -88,7 +89,7 @@ class _Curve:
         chances = np.array([min(high, max(low, hit / tried)) for hit, tried in pairs])
         np.cumsum(np.log(chances)[_CLASS_OF], out=self.log_survival)
         self.survival = np.exp(self.log_survival)
-        self.misses = (1.0 - chances)[_CLASS_OF].cumsum().tolist()
+        self.expected_rejections = (1.0 - chances)[_CLASS_OF].cumsum().tolist()
 
 
 @dataclass(slots=True)
@@ -149,7 +150,7 @@ class AcceptanceModel:
         if not num_tried:
             return
         curve = self._curves[source][sampled][kind]
-        self._adjustment(request_id, source).count(curve.misses[num_tried - 1], missed)
+        self._adjustment(request_id, source).count(curve.expected_rejections[num_tried - 1], missed)
         curve.scores.append((num_hits, num_hits + missed))
 
     def _adjustment(self, request_id: str, source: str) -> _Adjustment:
@@ -209,7 +210,7 @@ class _NodeCounts:
 
     def __init__(self, most: int, first: float) -> None:
         self.accepted, self.probability = np.ones(most), np.ones(most)
-        self._first = first  # prior of the accepted tokens of the best node
+        self._first = first  # prior acceptance probability of the best node
         self._num_hits, self._num_proposed, self._num_trials = (
             [0.0] * most,
             [0.0] * most,

@@ -29,21 +29,22 @@ from .cost_model import StepProfile
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 HEAD_REQUESTS = (1, 2, 4, 8, 16, 32)
-GPU_ROWS = (*ROWS, 256, 512)  # more widths, because many rows take little longer than one on a GPU
+GPU_ROWS = (*ROWS, 256, 512)  # on a GPU, many rows take little longer than one
 NEAR, FAR = 32, 1024  # context lengths of the requests of a measurement, in tokens
 DRAFTED = 8  # rows of a request with drafts
 SECONDS = 0.1  # time limit of one measurement: slow models repeat less often
 REPEATS = 6
 MOST_GUESSED = 32  # maximum number of rows at which a few matrices are timed
+# row counts and request counts of timed passes, if an estimate needs whole passes
 TRIED_ROWS, TRIED_REQUESTS = (
     (1, 4, 16),
     (1, 4, 16),
-)  # rows and requests that are timed if an estimate needs whole passes
+)
 SAMPLED_BYTES = 48 << 20  # size of the matrices that are timed: more than caches hold
-SAMPLED_TURNS = 4  # number of timings; the best counts, because start-up has other work to do
+SAMPLED_TURNS = 4  # number of timings; the best counts, because other work slows some of them
 OTHERS_GROWTH = 0.05  # share by which one more row raises the time a pass spends outside matrices
 ATTENTION_SHARE = 0.5  # throughput of attention relative to matrix products
-TRIED_PRICE = 1e-9  # price of a row in timed drafts: it makes passes score tokens and drops none
+TRIED_PRICE = 1e-9  # tiny price of a row in timed drafts: tokens are scored, but no node is dropped
 TRIED_SAMPLING = SamplingMetadata(params=TokenSamplingParams(temperature=1.0), seed=0, prompt_len=1)
 
 
@@ -54,7 +55,7 @@ def profile_step(target: tuple[Decoder, KVPool], proposer: Proposer | None) -> S
 
 
 def guess_step(target: tuple[Decoder, KVPool], proposer: Proposer | None) -> StepProfile:
-    """Estimate the result of `profile_step` much faster than it is measured.
+    """Estimate the result of `profile_step` in much less time than measuring it takes.
 
     Matrix products cause most of the cost of additional rows. So one pass of a single row is timed,
     and some matrices of the model with several row counts. Whole passes of several row counts are
@@ -118,7 +119,7 @@ def _sampled_linears(decoder: Decoder) -> list[tuple[PackedLinear, int]]:
 def _linear_seconds(
     decoder: OwnDecoder, linears: Sequence[tuple[PackedLinear, int]]
 ) -> dict[int, float]:
-    """Return the seconds that all products together take, by rows: the best of several timings."""
+    """Return the seconds of all products together, by rows: the best of several timings."""
     ops, widths = decoder.ops, {columns for _, columns in linears}
     timed = [rows for rows in rows_to_time(decoder) if rows <= MOST_GUESSED]
     inputs = {width: torch.randn((max(timed), width), dtype=decoder.dtype) for width in widths}
@@ -306,4 +307,4 @@ def _place_state(pool: KVPool, segment: Segment) -> None:
     """
     state = None if segment.extras is None else segment.extras.state
     if pool.states is not None and state is not None:
-        pool.states.stand_in(state.slot, state.log, segment.start)
+        pool.states.set_position(state.slot, state.log, segment.start)

@@ -1,8 +1,8 @@
 """Proposer for Gemma 4's assistants, whose network is in core/model/drafting/assistant.py.
 
 It drafts level by level. A feature is the output of the target's final norm. Drafts have no KV:
-each token is computed from its own feature and the target's KV only, so a tree costs as much as
-chains of as many tokens.
+each token is computed from its own feature and the target's KV only, so a token
+costs the same in a tree as in a chain.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ...core.model.drafting.assistant import Assistant, is_assistant, load_assis
 from ...core.model.formats.checkpoint import OnRead
 from ...core.ops.batch import IntArray, SamplingPlan
 from ...core.ops.kv_pool import KVPool
-from ..proposers.kind import Beside, LoadedDrafter, ProposerKind
+from ..proposers.kind import DrafterContext, LoadedDrafter, ProposerKind
 from ..proposers.tree_grower import Scored
 from .common.base import PackedHead
 from .common.head_kv import Written
@@ -82,7 +82,7 @@ class AssistantProposer(HeadProposer):
 
     @property
     def stored(self) -> Sequence[PageRows]:
-        """Nothing: the assistant has no pages of its own and reads the target's."""
+        """The data per page that KV tiers store: none, because the assistant has no pages."""
         return ()
 
     @override
@@ -174,14 +174,14 @@ def join_assistant(
     return JoinedHead(head.config, target, PackedHead(make, reads_target=True))
 
 
-def _load(beside: Beside) -> LoadedDrafter:
-    found = beside.found
+def _load(context: DrafterContext) -> LoadedDrafter:
+    found = context.found
     assert found is not None
-    if beside.config.tp > 1:
+    if context.config.tp > 1:
         why = f"draft {found.name} reads the target's whole KV and cannot be combined with --tp"
         raise InvalidRequest(why, param="draft")
     return join_assistant(
-        found, beside.target, keeps_packed=beside.keeps_packed, on_read=beside.on_read
+        found, context.target, keeps_packed=context.keeps_packed, on_read=context.on_read
     ).loaded
 
 

@@ -19,7 +19,7 @@ from ...core.model.description.config import DecoderConfig
 from ...core.model.description.fields import Fields
 from ...core.ops.base import Ops
 from ...core.ops.batch import IntArray, SamplingPlan, Wanted
-from ...core.ops.kv_pool import KvPlace, KVPool
+from ...core.ops.kv_pool import KvLayer, KVPool
 from ...core.ops.layers import run_layers
 from ...core.ops.mixers.attention import AttentionWeights
 from ...core.ops.weights import DecoderWeights, LayerWeights
@@ -117,7 +117,8 @@ def _windows(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
         return ()
     if len(types) < num_layers or not set(types) <= {"full_attention", "sliding_attention"}:
         raise fields.error(
-            "layer_types", f"must list {num_layers} kinds of full_attention, sliding_attention"
+            "layer_types",
+            f"must list {num_layers} layers, each full_attention or sliding_attention",
         )
     if "sliding_attention" in types[:num_layers] and window is None:
         raise fields.error(
@@ -192,7 +193,7 @@ class BlockProposer(HeadProposer):
     ) -> None:
         """Make a proposer; the last pages of ``pool`` are spare ones and hold the KV of blocks."""
         super().__init__(frame, pool, target)
-        self._layers, self._pairs = layers, _Pairs.of(frame)
+        self._layers, self._pairs = layers, _NumpyMarkov.of(frame)
         num_rows = BLOCKS_A_PASS * frame.config.block_size
         self._first_spare = pool.num_pages - -(-num_rows // pool.page_size)
 
@@ -223,7 +224,7 @@ class _BlockDrafting(Drafting):
     ``pairs``: a faster implementation of the Markov head's bias, or None.
     """
 
-    def __init__(self, head: BlockFrame, hidden: Tensor, pairs: _Pairs | None) -> None:
+    def __init__(self, head: BlockFrame, hidden: Tensor, pairs: _NumpyMarkov | None) -> None:
         self._head, self._num, self._pairs = head, hidden.shape[1], pairs
         self._hidden = hidden.flatten(0, 1)
         self._unary = head.project(self._hidden)  # [b * num, draft_vocab]
@@ -255,7 +256,7 @@ class _BlockDrafting(Drafting):
         return torch.tensor(values, device=self._hidden.device)
 
 
-class _Pairs:
+class _NumpyMarkov:
     """A NumPy implementation of the "vanilla" Markov head for a CPU.
 
     NumPy looks up a few rows of a table faster than torch does.
@@ -269,7 +270,7 @@ class _Pairs:
         self._known: IntArray = head.markov_ids(ids).numpy()
 
     @classmethod
-    def of(cls, head: BlockFrame) -> _Pairs | None:
+    def of(cls, head: BlockFrame) -> _NumpyMarkov | None:
         """Return an instance for a "vanilla" Markov head on a CPU, or None for other heads."""
         markov = head.markov_head
         if (
@@ -317,7 +318,7 @@ class BlockPass(HeadPass):
         self._windows = tuple(dict.fromkeys(windows))  # distinct windows, each with its own plan
         layers = tuple(
             _packed_layer(
-                layer, self._ops, KvPlace(self._windows.index(window), index),
+                layer, self._ops, KvLayer(self._windows.index(window), index),
                 has_bias=config.attention_bias,
             )
             for index, (layer, window) in enumerate(
@@ -397,7 +398,7 @@ class BlockPass(HeadPass):
         ]
 
 
-def _packed_layer(layer: BlockLayer, ops: Ops, place: KvPlace, *, has_bias: bool) -> LayerWeights:
+def _packed_layer(layer: BlockLayer, ops: Ops, kv: KvLayer, *, has_bias: bool) -> LayerWeights:
     attention = layer.self_attn
     return LayerWeights(
         mixer_norm=plain_norm(layer.input_layernorm),
@@ -406,7 +407,7 @@ def _packed_layer(layer: BlockLayer, ops: Ops, place: KvPlace, *, has_bias: bool
             head_norm=head_norm(attention),
             o=ops.pack_linear(attention.o_proj.weight.detach().contiguous()),
             window=None,
-            place=place,
+            kv=kv,
         ),
         mlp_norm=plain_norm(layer.post_attention_layernorm),
         mlp=pack_mlp(layer.mlp, ops),

@@ -161,7 +161,7 @@ class BlockFrame(Vocabulary):
             len(config.taps) * config.target_hidden_size, config.hidden_size, bias=False
         )
         self.hidden_norm = RmsNorm(config.hidden_size, config.norm_eps)
-        if layers is not None:  # The modules have the order of the files.
+        if layers is not None:  # Added here to keep the order of the parameters in files.
             self.layers = layers
         self.norm = RmsNorm(config.hidden_size, config.norm_eps)
         self.markov_head = MarkovHead(config) if config.markov_rank else None
@@ -231,9 +231,10 @@ class BlockHead(BlockFrame):
     def forward(self, token_ids: Tensor, taps: Tensor, anchors: Tensor) -> Tensor:
         """Compute, for training, hidden states of blocks in whole sequences.
 
-        Returns ``[b, n, num_drafted, hidden]`` after the final norm; state ``i`` decides the token
-        at ``anchor + 1 + i``. ``token_ids`` [b, T] and ``taps`` [b, T, num_taps * target_hidden]
-        belong to the same positions. ``anchors`` [b, n]: positions of the blocks' anchors.
+        Returns ``[b, n, num_drafted, hidden]`` after the final norm; state ``i`` predicts the
+        token at ``anchor + 1 + i``. ``token_ids`` [b, T] and ``taps`` [b, T, num_taps *
+        target_hidden] belong to the same positions. ``anchors`` [b, n]: positions of the blocks'
+        anchors.
         """
         places = torch.arange(token_ids.shape[1], device=token_ids.device)
         context = self.context(taps, places.expand(token_ids.shape))

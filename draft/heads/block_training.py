@@ -27,8 +27,8 @@ from .common.training import (
 
 ANCHORS = 512  # maximum number of anchors of a batch
 MARKOV_RANK = 64
-SMOOTHING = 1.0  # pseudo-count of pairs per token, distributed like all tokens
-QUIET = 0.3  # initial scale of the final norm beside an initialised Markov head
+SMOOTHING = 1.0  # pseudo-count per token, spread over next tokens by their frequency
+QUIET = 0.3  # initial scale of the final norm if the Markov head is initialised from pairs
 
 
 class BlockStudent(Student):

@@ -18,7 +18,7 @@ from ...core.model.description.config import DecoderConfig
 from ...core.model.description.fields import Fields
 from ...core.ops.base import LayersOutput
 from ...core.ops.batch import SamplingPlan, Taps, Wanted
-from ...core.ops.kv_pool import KvPlace, KVPool
+from ...core.ops.kv_pool import KvLayer, KVPool
 from ...core.ops.layers import join, run_layers
 from ...core.ops.mixers.attention import AttentionWeights
 from ...core.ops.weights import DecoderWeights, JoinedInputs, LayerWeights, PackedLinear
@@ -145,7 +145,7 @@ def _are_default(taps: Taps) -> bool:
 
 
 def _guess(head: EagleHead, token_ids: Tensor, taps: Tensor) -> Tensor:
-    hidden = head(token_ids, taps, 1)[0]  # Column i decides token i + 2.
+    hidden = head(token_ids, taps, 1)[0]  # Column i predicts token i + 2.
     return head.target_ids(head.logits(hidden).argmax(-1))
 
 
@@ -231,7 +231,7 @@ class EaglePass(HeadPass):
             head_norm=None,
             o=ops.pack_linear(layer.self_attn.o_proj.weight.detach().contiguous()),
             window=None,
-            place=KvPlace(0, 0),
+            kv=KvLayer(0, 0),
         )
         mlp_norm, mlp = plain_norm(layer.post_attention_layernorm), pack_mlp(layer.mlp, ops)
         self._makes_logits = output is not None

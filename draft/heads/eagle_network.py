@@ -1,8 +1,8 @@
 """EagleHead: drafts one token per pass from the target's features (EAGLE-3, arXiv 2503.01840).
 
-A column joins the feature of one position, ``fc(taps)``, and the token after it; its output decides
-the next token. At positions that the target has not computed yet, the head's own output of the
-previous column replaces the feature.
+A column joins the feature of one position, ``fc(taps)``, and the token after it; its output
+predicts the next token. At positions that the target has not computed yet, the head's own output of
+the previous column replaces the feature.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class EagleFrame(Vocabulary):
             nn.ModuleList([RmsNorm(width, eps) for _ in range(taps)]) if config.fc_norm else None
         )
         self.fc = nn.Linear(taps * width, config.hidden_size, bias=config.fc_bias)
-        if midlayer is not None:  # The modules have the order of the files.
+        if midlayer is not None:  # Added here to keep the order of the parameters in files.
             self.midlayer = midlayer
         self.norm = RmsNorm(config.hidden_size, eps)
 
@@ -195,7 +195,7 @@ class EagleHead(EagleFrame):
             own = [(k[:, :count], v[:, :count]) for k, v in own]
             x = self.midlayer.inputs(self.embed(token_ids[:, 1 + index :]), features)
             rotary = self.rotary(positions[:, index:])
-            if index:  # The first pass is the context itself.
+            if index:  # The context already has the KV of the first pass.
                 own.append(self.midlayer.self_attn.keys_values(x, rotary))
             q = self.midlayer.self_attn.queries(x, rotary)
             mask = seen[None, :count].expand(len(taps), -1, -1)

@@ -60,7 +60,7 @@ class EagleStudent(Student):
         rows = next_rows(
             taught.rows, torch.arange(1, width).expand(len(taught.rows), -1), self.depth
         )
-        # Pass k of column i decides the token after position i + 1 + k.
+        # Pass k of column i predicts the token after position i + 1 + k.
         fits = (rows >= 0).all(dim=-1)[:, : passes[-1].shape[1]]
         hidden = torch.stack([each[:, : fits.shape[1]][fits] for each in passes], dim=1)
         return self._head.logits(hidden), rows[:, : fits.shape[1]][fits]
@@ -86,7 +86,7 @@ def _begin_as_target(head: EagleHead, weights: ReadWeight, num_layers: int) -> N
 
 
 EAGLE_RECIPE = Recipe(
-    about="a head that drafts one token a pass",
+    about="a head that drafts one token per pass",
     options=("draft_vocab",),
     make=_new,
     begin_as_target=_begin_as_target,

@@ -25,7 +25,7 @@ from ...core.ops.row_extras import RowExtras, SegmentState, fresh_state
 from ...core.ops.weights import table_rows
 from ...core.sampling.drafted_row import DraftedRow
 from ..proposers.gap_model import GapNumbers
-from ..proposers.kind import Beside, LoadedDrafter, ProposerKind
+from ..proposers.kind import DrafterContext, LoadedDrafter, ProposerKind
 from .common.base import PackedHead
 from .common.layers import Head, TapConfig
 from .common.packing import LentOutput
@@ -33,7 +33,8 @@ from .common.proposer import HeadProposer
 from .kinds import HeadFolder, head_kind, kind_of, open_head
 
 logger = logging.getLogger(__name__)
-NUM_DRAWN, NUM_SCORED = 32, 64  # sampled and scored tokens that compare two readings of tap ids
+# numbers of sampled tokens and of greedy tokens after them; the latter decide ambiguous tap ids
+NUM_DRAWN, NUM_SCORED = 32, 64
 
 
 class JoinedHead:
@@ -210,10 +211,10 @@ def _is_head(found: Path) -> bool:
     return head_kind(found) is not None
 
 
-def _load(beside: Beside) -> LoadedDrafter:
-    assert beside.found is not None
-    read_output = partial(_output_matrix, beside.path)
-    return load_head(beside.found, beside.target, read_output, beside.on_read).loaded
+def _load(context: DrafterContext) -> LoadedDrafter:
+    assert context.found is not None
+    read_output = partial(_output_matrix, context.path)
+    return load_head(context.found, context.target, read_output, context.on_read).loaded
 
 
 def _output_matrix(path: Path) -> Tensor:

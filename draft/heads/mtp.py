@@ -27,7 +27,7 @@ from ...core.model.opening import open_model
 from ...core.ops.base import RoughOps
 from ...core.ops.batch import SamplingPlan
 from ...core.ops.kv_pool import KVPool, KvShape
-from ..proposers.kind import Beside, LoadedDrafter, ProposerKind
+from ..proposers.kind import DrafterContext, LoadedDrafter, ProposerKind
 from ..proposers.tree_grower import Scored
 from .common.base import PackedHead
 from .common.columns import ColumnProposer, Columns
@@ -39,9 +39,9 @@ from .joined import JoinedHead
 logger = logging.getLogger(__name__)
 LEAST_ROUGH_BYTES = 32 << 20  # minimum size of an output layer to round: caches hold smaller ones
 
-# Number of drafted ids of a vocabulary with more than twice as many, and number of last ids among
-# them. The other ids are the first ones: a tokenizer's first ids are the most frequent, and its
-# last ids include the tokens of chat templates.
+# The layer drafts only `NUM_DRAFT_IDS` ids if the vocabulary has more than twice that number: its
+# last `NUM_LAST_IDS` ids, which include the tokens of chat templates, and its first ids, which are
+# the most frequent ones.
 NUM_DRAFT_IDS, NUM_LAST_IDS = 32768, 1024
 
 
@@ -194,14 +194,14 @@ def has_mtp(path: Path, target: Decoder) -> bool:
         return False
 
 
-def _load(beside: Beside) -> LoadedDrafter:
+def _load(context: DrafterContext) -> LoadedDrafter:
     """Load the MTP layer of the target's checkpoint.
 
     Raises `InvalidRequest` if the checkpoint has no usable MTP layer.
     """
     try:
         return load_mtp(
-            beside.path, beside.target, keeps_packed=beside.keeps_packed, on_read=beside.on_read
+            context.path, context.target, keeps_packed=context.keeps_packed, on_read=context.on_read
         ).loaded
     except ModelLoadError as problem:
         raise InvalidRequest(f"draft '{MTP.name}': {problem}", param="draft") from None

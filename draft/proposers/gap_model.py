@@ -26,7 +26,7 @@ LEAST = 0.05  # minimum of the parameters B and b
 
 GapNumbers: TypeAlias = tuple[float, float, float]
 """B, a and b of a `GapModel`."""
-# Initial values of the fit, by whether tokens are sampled: measured with the built-in pair.
+# Initial values of the fit, by whether tokens are sampled: measured with the built-in models.
 FIRST_NUMBERS: dict[bool, GapNumbers] = {False: (2.4, -1.0, 3.5), True: (1.6, -0.9, 1.4)}
 
 

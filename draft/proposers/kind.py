@@ -40,7 +40,7 @@ class TokenText(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Beside:
+class DrafterContext:
     """The target that a drafter is loaded for, and functions for loading it.
 
     ``path``: folder or file of the target. ``found``: folder or file of the drafter; None if it has
@@ -111,6 +111,6 @@ class ProposerKind:
     """
 
     name: str
-    load: Callable[[Beside], LoadedDrafter]
+    load: Callable[[DrafterContext], LoadedDrafter]
     recognises: Callable[[Path], bool] | None = None
     check: Callable[[EngineConfig], None] = accept_all

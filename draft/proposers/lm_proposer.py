@@ -5,8 +5,8 @@ with independent draws (Daliri, Musco, Suresh, arXiv 2408.07978).
 
 The draft model's KV has its own pool with the *same page ids* as the target's pool, so a prefix hit
 includes the draft KV. A page whose draft KV is complete has a ready mark. Missing KV is computed
-only after a request's first token, so that it never delays the first token. One step computes at
-most a window of tokens.
+only after a request's first token, so that it never delays the first token. One step computes the
+missing KV of at most ``window`` tokens.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ...core.interface.protocols import ProposerTraits
 from ...core.model.decoder import Decoder
 from ...core.ops.batch import ForwardOutput, RaggedBatch, Segment, Taps
 from ...core.ops.kv_pool import KVPool
-from .kind import Beside, LoadedDrafter, ProposerKind
+from .kind import DrafterContext, LoadedDrafter, ProposerKind
 from .text_proposer import TextProposer
 from .tree_grower import DecoderProposer, Opened
 from .tree_growth import ROOT, TreeGrowth
@@ -138,7 +138,7 @@ class LmProposer(DecoderProposer):
             if is_whole:
                 whole.append((trees[index], ROOT))
         opened = self._grower.run(segments, whole)
-        # The extents are set after the pass, because a pass that fails computes no KV.
+        # The counts change after the pass, because a pass that fails computes no KV.
         for index, stop in stops.items():
             draft_kvs[index].num_computed = stop
             self._mark_ready(trees[index].scheduled, draft_kvs[index])
@@ -171,14 +171,14 @@ def _is_model(found: Path) -> bool:  # noqa: ARG001
     return True
 
 
-def _load(beside: Beside) -> LoadedDrafter:
+def _load(context: DrafterContext) -> LoadedDrafter:
     """Load a draft model.
 
     If its tokens differ from the target's, the two models exchange text (`TextProposer`).
     """
-    assert beside.found is not None
-    decoder = beside.load_decoder(beside.found)
-    texts = beside.texts_between(beside.found, decoder)
+    assert context.found is not None
+    decoder = context.load_decoder(context.found)
+    texts = context.texts_between(context.found, decoder)
     if texts is None:
         return LoadedDrafter(partial(LmProposer, decoder), decoder)
     theirs, own = texts

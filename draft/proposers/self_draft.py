@@ -1,13 +1,13 @@
 """SelfProposer: a 4-bit copy of the target drafts for it, on the target's own KV pages.
 
 The copy reads the target's own KV, which the target computed with its unrounded weights. It writes
-the KV of the last token and of draft tokens only. They go to slots of the request's own pages,
-which the verification pass writes again: the slots of their positions, or slots of spare pages for
-nodes off the trunk. So the copy computes no prompt, keeps no KV and moves no KV.
+the KV of the last token and of draft tokens only, to slots of the request's own pages that the
+verification pass writes again: the slots of their positions, or slots of spare pages for nodes off
+the trunk. So the copy computes no prompt, keeps no KV and moves no KV.
 
-For recurrent layers, it writes entries to the request's log. The verification pass writes them
-again unless they were folded into the state, which happens at the end of a page. So a draft must
-not go beyond the page.
+For recurrent layers, the copy writes entries to the request's log. The verification pass writes
+them again unless they were folded into the state, which happens at the end of a page. So a draft
+must not go beyond the page.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from ...core.interface.protocols import ProposerTraits
 from ...core.model.decoder import Decoder, sequence_pool
 from ...core.model.drafting.rough_copy import NoRoughCopyError, rough_decoder
 from ...core.ops.batch import ForwardOutput, RaggedBatch, Taps
-from ..control.cost_model import StepProfile, best_chain
+from ..control.cost_model import StepProfile, best_chain_speedup
 from ..control.profiler import guess_pass, profile_proposer
-from .kind import Beside, LeftOutError, LoadedDrafter, ProposerKind
+from .kind import DrafterContext, LeftOutError, LoadedDrafter, ProposerKind
 from .tree_grower import DecoderProposer
 from .tree_growth import ROOT
 
@@ -71,18 +71,18 @@ class SelfProposer(DecoderProposer):
 # -- loading --------------------------------------------------------------------------------------
 
 
-def _load(beside: Beside) -> LoadedDrafter:
+def _load(context: DrafterContext) -> LoadedDrafter:
     """Round the target to 4 bits.
 
     Raises `LeftOutError` for an optional drafter that is unavailable or would not speed up
     decoding.
     """
-    return LoadedDrafter(partial(SelfProposer, _rough_copy(beside)))
+    return LoadedDrafter(partial(SelfProposer, _rough_copy(context)))
 
 
-def _rough_copy(beside: Beside) -> Decoder:
-    target = beside.target
-    if not beside.is_optional:
+def _rough_copy(context: DrafterContext) -> Decoder:
+    target = context.target
+    if not context.is_optional:
         try:
             return rough_decoder(target)
         except NoRoughCopyError as reason:
@@ -115,7 +115,7 @@ def self_draft_price(target: Decoder, copy: Decoder) -> tuple[float, float]:
     pool = sequence_pool(target, NUM_TRIED_PAGES, 1, page_size=page_size)
     forward, _ = guess_pass(target, pool)
     draft = profile_proposer(SelfProposer(copy, pool), (1,))
-    return draft[1] / forward[1], best_chain(StepProfile(forward, draft), LIKELY)
+    return draft[1] / forward[1], best_chain_speedup(StepProfile(forward, draft), LIKELY)
 
 
 def _check(config: EngineConfig) -> None:

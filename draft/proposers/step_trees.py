@@ -71,7 +71,7 @@ class _Group:
     def __init__(self, trees: Sequence[TreeGrowth]) -> None:
         self.trees = trees
         most = sum(tree.plan.max_draft for tree in trees)
-        self._prices = _prices(trees[0].plan.row_prices, most)  # price of 0, 1, ... nodes in all
+        self._prices = _prices(trees[0].plan.row_prices, most)  # price of 0, 1, ... nodes
         self._worths, self._count, self._gain = list[list[float]](), 0, 0.0
 
     def rank(self) -> None:
@@ -111,7 +111,7 @@ class _Group:
         prices = _prices(known, int(rows[-1]))
         count = int((gains.cumsum() - prices[rows]).argmax()) + 1
         found: _Offered = {tree: [] for tree in self.trees}
-        if self._more(ordered[:count]) > prices[rows[count - 1]]:
+        if self._added_net_gain(ordered[:count]) > prices[rows[count - 1]]:
             for at, each in ordered[:count]:
                 found[self.trees[at]].append(each)
         return found
@@ -126,8 +126,8 @@ class _Group:
         for at, tree in enumerate(self.trees):
             last = np.inf
             for each in offered[tree]:
-                gain = sum(max(0.0, worth - least) for worth in each.followers)
-                # A node may need those before it, so it must not be sorted ahead of them.
+                gain = sum(max(0.0, worth - least) for worth in each.child_worths)
+                # Nodes may need earlier nodes of their path, so those must be sorted first.
                 last = min(last, gain / len(each.nodes))
                 placed.append((at, each))
                 gains.append(gain)
@@ -135,14 +135,14 @@ class _Group:
         order = np.argsort(-np.array(for_a_row), kind="stable").tolist()
         return [placed[at] for at in order], np.array(gains)[order]
 
-    def _more(self, placed: Sequence[_Placed]) -> float:
-        """Return by how much a pass over these nodes is expected to raise the net gain of the step.
+    def _added_net_gain(self, placed: Sequence[_Placed]) -> float:
+        """Return by how much a pass over these nodes would raise the step's net gain, in tokens.
 
         The net gain is the number of expected tokens minus the price of the target's rows.
         """
         worths = [[*each] for each in self._worths]
         for at, each in placed:
-            worths[at] += each.followers
+            worths[at] += each.child_worths
         for mine, tree in zip(worths, self.trees, strict=True):
             mine.sort(reverse=True)
             del mine[tree.plan.max_draft :]

@@ -41,7 +41,7 @@ SOURCE = "text"
 READ_TOKENS = 1024  # maximum number of the target's tokens that one step reads, over the batch
 MOST_OPEN = 256  # maximum characters to encode again in each step; longer text is settled anyway
 NUM_KNOWN = 8  # maximum number of the target's last tokens that are encoded along with a draft
-WORD_START = re.compile(r"(?<=\S) (?=\w)")  # most tokenizers begin a token there
+WORD_START = re.compile(r"(?<=\S) (?=\w)")  # a space at which most tokenizers begin a token
 
 # Acceptance probability of a token before any is observed; weight of this prior and maximum weight
 # of all observations, in tokens.

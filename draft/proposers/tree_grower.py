@@ -32,7 +32,7 @@ from ...core.sampling.sampler import (
     PendingTokens,
     Sampler,
 )
-from ...core.sampling.verifier import Best, SampledToken
+from ...core.sampling.verifier import Best
 from ..control.outcome import NUM_BEST
 from ..control.profiler import TRIED_PRICE, TRIED_SAMPLING
 from .gap_model import default_gap_models
@@ -70,7 +70,7 @@ class Opened(NamedTuple):
     def bests(self) -> Sequence[Best]:
         """Return the candidates for each node; wait for the device if they are still there."""
         found = self.found
-        return found if isinstance(found, Sequence) else _drawn_alone(found.choices())
+        return found if isinstance(found, Sequence) else _drawn_alone(found.choices().token_ids)
 
 
 class TreeGrower(ABC):
@@ -205,7 +205,8 @@ class TreeGrower(ABC):
         elif self._device_sampler is not None:
             return Opened(nodes, self._device_sampler.begin(logits.float(), rows))
         else:
-            found = _drawn_alone(self._sampler.sample(logits.float(), rows))
+            drawn = self._sampler.sample(logits.float(), rows)
+            found = _drawn_alone([each.token_id for each in drawn])
         return Opened(nodes, found if has_scores else _without_scores(found))
 
 
@@ -228,9 +229,9 @@ def _without_scores(found: Sequence[Best]) -> list[Best]:
     return [best._replace(scores=()) for best in found]
 
 
-def _drawn_alone(choices: Sequence[SampledToken]) -> list[Best]:
-    """Convert each sampled token to one candidate without a score, or to none after an error."""
-    return [Best((each.token_id,) if each.error is None else (), ()) for each in choices]
+def _drawn_alone(token_ids: Sequence[int]) -> list[Best]:
+    """Convert each drawn token to one candidate without a score, and -1, an error, to none."""
+    return [Best((token_id,) if token_id >= 0 else (), ()) for token_id in token_ids]
 
 
 class DecoderGrower(TreeGrower):
@@ -345,7 +346,7 @@ class DecoderGrower(TreeGrower):
         _, segments, nodes = self._tried
         if (states := self._pool.states) is not None:
             for index, each in enumerate(segments):
-                states.stand_in(index, index, each.start)
+                states.set_position(index, index, each.start)
         self.run(segments, nodes).bests()
 
     def _tries(self, num_requests: int, num_tokens: int) -> Iterator[ScheduledRequest]:

@@ -36,12 +36,12 @@ class _Node:
     parent: int
     level: int  # 1 for a node that follows the request's last token
     source: str
-    survival: float  # probability that it and all nodes before it are accepted
-    own_survival: float  # the drafter's own estimate of ``survival``; 0 if it found other tokens
-    is_first: bool  # whether it and all nodes before it have the slots of their positions
+    survival: float  # probability that this node and all nodes before it are accepted
+    own_survival: float  # survival by the drafter's estimate; 0 if the drafter found other tokens
+    on_trunk: bool  # whether the node is on the trunk and so has the slot of its position
     children: list[int] = field(default_factory=list)
-    is_open: bool = False  # whether a pass computes it or has computed it
-    slot: int | None = None  # slot of its KV, if the drafter keeps any
+    is_open: bool = False  # whether a pass computes or has computed this node
+    slot: int | None = None  # slot of the node's KV, if the drafter keeps any
 
 
 class _Ranking(NamedTuple):
@@ -54,13 +54,13 @@ class _Ranking(NamedTuple):
 class Growing(NamedTuple):
     """Nodes of one path that may be computed together, in the order of the path.
 
-    ``followers``: for each node, the expected tokens of its best child, minus the price of the keys
-    that a node attends to. For a drafter that grows level by level, the best descendant counts if
-    it is better.
+    ``child_worths``: for each node, the expected tokens of its best child, minus the price of the
+    keys that the child attends to. For a drafter that grows level by level, the best descendant
+    counts if its value is higher.
     """
 
     nodes: list[int]
-    followers: list[float]
+    child_worths: list[float]
 
 
 @dataclass(slots=True, eq=False)
@@ -78,7 +78,7 @@ class TreeGrowth:
     page_size: int = 0
     most_levels: int = ANY_LEVEL
     nodes: list[_Node] = field(default_factory=list)
-    rankings: dict[int, _Ranking] = field(default_factory=dict)  # rankings by node, with ROOT
+    rankings: dict[int, _Ranking] = field(default_factory=dict)  # by node, ROOT included
     pass_rows: list[int] = field(default_factory=list)  # rows of each pass or level, in order
     plan: DraftPlan = field(init=False)
     _root: _Node = field(init=False)
@@ -88,7 +88,7 @@ class TreeGrowth:
         self.plan = self.scheduled.draft_plan
         # A child of a node at the last level could not be verified, and has no slot.
         self.most_levels = min(self.most_levels, self.plan.max_draft)
-        self._root = _Node(self.scheduled.tokens[-1], ROOT, 0, "", 1.0, 1.0, is_first=True)
+        self._root = _Node(self.scheduled.tokens[-1], ROOT, 0, "", 1.0, 1.0, on_trunk=True)
         self._spare = spare_slots(self.scheduled, self.page_size)[::-1]
         if self.is_tree and self.plan.draft.survival:
             self._begin_with(self.plan.draft)
@@ -104,9 +104,9 @@ class TreeGrowth:
         self, token_id: int, parent: int, source: str, survival: float, own_survival: float
     ) -> int:
         before, index = self.at(parent), len(self.nodes)
-        is_first = before.is_first and not any(self.nodes[i].is_first for i in before.children)
+        on_trunk = before.on_trunk and not any(self.nodes[i].on_trunk for i in before.children)
         self.nodes.append(
-            _Node(token_id, parent, before.level + 1, source, survival, own_survival, is_first)
+            _Node(token_id, parent, before.level + 1, source, survival, own_survival, on_trunk)
         )
         before.children.append(index)
         return index
@@ -222,7 +222,7 @@ class TreeGrowth:
         ]
 
     def _can_open(self, node: _Node) -> bool:
-        has_slot = node.is_first or not self.page_size or bool(self._spare)
+        has_slot = node.on_trunk or not self.page_size or bool(self._spare)
         return has_slot and node.level < self.most_levels
 
     def open(self, nodes: Sequence[int]) -> list[int]:
@@ -233,7 +233,7 @@ class TreeGrowth:
             node.is_open = is_reached and self._can_open(node)
             if not node.is_open or not self.page_size:
                 continue
-            if node.is_first:
+            if node.on_trunk:
                 at = len(self.scheduled.tokens) + node.level - 1
                 (node.slot,) = table_slots(self.scheduled, at, 1, self.page_size)
             else:
@@ -270,7 +270,7 @@ class TreeGrowth:
         The first nodes of a path may have the slots of their positions; these slots are left out.
         """
         path = [self.nodes[index] for index in self.path(node)]
-        away = next((at for at, each in enumerate(path) if not each.is_first), len(path))
+        away = next((at for at, each in enumerate(path) if not each.on_trunk), len(path))
         return [each.slot for each in path[away:] if each.slot is not None]
 
     def path_slots(self, node: int) -> list[int]:

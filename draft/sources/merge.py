@@ -30,8 +30,8 @@ class GuessPath:
     token_ids: array[int]
     source: str
     survival: Survival  # [len(token_ids)]
-    start: int = 0  # number of tokens before it, on the paths that lead to it
-    branches: list[GuessPath] = field(default_factory=list)  # paths that fork off it or continue it
+    start: int = 0  # number of draft tokens before this run
+    branches: list[GuessPath] = field(default_factory=list)  # forks and continuations of this path
 
     @property
     def stop(self) -> int:
@@ -44,7 +44,7 @@ class GuessTree:
 
     def __init__(self, trunk: GuessPath) -> None:
         self.trunk = trunk
-        self._paths = [trunk]  # each path after its parent path
+        self._paths = [trunk]  # paths; each one follows its parent path
 
     @property
     def survival(self) -> Survival:
@@ -165,8 +165,8 @@ def _laid_out(trunk: GuessPath, kept: dict[int, int]) -> Draft:
 def common_len(first: Sequence[int], second: Sequence[int]) -> int:
     """Count the leading items that two sequences share."""
     length = min(len(first), len(second))
-    # One comparison is fast for two arrays; an array and a list are never equal, so they take
-    # the loop.
+    # Comparing two arrays at once is fast. An array never equals a list, so the loop compares
+    # their items.
     if first[:length] == second[:length]:
         return length
     for index in range(length):

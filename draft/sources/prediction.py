@@ -23,7 +23,7 @@ class _PredictionCursor:
     prediction: array[int]
     data: bytes  # bytes of ``prediction``, for searches
     num_seen: int = 0  # tokens of the answer that were followed
-    at: int = 0  # index of the next predicted token, or of the one at which the answer departed
+    at: int = 0  # index of the next predicted token, or of the one that the answer contradicts
     lost: bool = False  # whether the last relocation found no position
     num_right: int = STEADY  # correctly predicted tokens since the last relocation
 

@@ -15,9 +15,11 @@ from ...radix_cache import Node, RadixTree
 from .merge import common_len
 from .source import Guess, Priors, Source
 
-SINGLE, FORKED = 0, 1  # kinds of guesses: one continuation was ever seen, or several
+SINGLE, FORKED = 0, 1  # kinds of guesses: a single continuation was seen, or several
 FIRST_WAIT = 16  # tokens until a request that left the tree searches it again
-KEEP_SHARE = 15 / 16  # share kept by an eviction; evictions must be rare: each repairs all cursors
+# share of the tokens that an eviction keeps; evictions must be rare, because each one makes all
+# cursors look up their node again
+KEEP_SHARE = 15 / 16
 MAX_NODES = 2**15  # maximum number of nodes, of about 450 bytes each without tokens (measured)
 
 

@@ -59,8 +59,8 @@ class Source:
     requests and never changes them. The event loop calls it, one call at a time.
     """
 
-    name: str  # label of its tokens in usage and metrics
-    priors: Priors  # acceptance probabilities of its guesses before any is measured
+    name: str  # label of the source's tokens in usage and metrics
+    priors: Priors  # acceptance probabilities of the source's guesses before any is measured
 
     def propose(self, request: Request, most: int) -> Sequence[Guess]:
         """Return guesses of the next tokens after ``request.tokens``, at most ``most`` each."""
@@ -113,7 +113,7 @@ class SourceIndexer:
         # Running requests and the number of their indexed tokens; the request that was indexed
         # longest ago comes first.
         self._num_indexed: OrderedDict[str, tuple[Request, int]] = OrderedDict()
-        self._new: set[str] = set()  # running requests that were never indexed as a whole
+        self._new: set[str] = set()  # running requests that were never indexed completely
         self._ended: deque[Request] = deque()  # ended requests whose tokens are not stored yet
 
     def join(self, request: Request) -> None:
@@ -133,8 +133,8 @@ class SourceIndexer:
         return bool(self._num_indexed or self._ended)
 
     @property
-    def is_behind(self) -> bool:
-        """Whether more than the newest tokens of running requests may be left to index. O(1)."""
+    def has_backlog(self) -> bool:
+        """Whether an ended request is not stored yet, or a running one is not indexed. O(1)."""
         return bool(self._new or self._ended)
 
     def work(self) -> None:
@@ -151,10 +151,10 @@ class SourceIndexer:
             if len(request.tokens) == num_indexed:
                 continue
             done = self._index(request)
-            is_whole = done < INDEX_CHUNK  # whether every source has indexed all tokens
-            self._num_indexed[request.request_id] = request, len(request.tokens) * is_whole
+            is_complete = done < INDEX_CHUNK  # whether every source has indexed all tokens
+            self._num_indexed[request.request_id] = request, len(request.tokens) * is_complete
             self._num_indexed.move_to_end(request.request_id)
-            if is_whole:
+            if is_complete:
                 self._new.discard(request.request_id)
             room -= done
 

@@ -23,10 +23,10 @@ from .source import INDEX_CHUNK, Chances, Guess, Priors, Source
 
 ORDERS = (16, 8, 4, 3, 2, 1)  # numbers of last tokens that must match, the most reliable first
 NUM_SHARED = 3  # number of leading ORDERS that are also looked up in other requests
-FIRST_ORDERS = (2, 4)  # indices into ORDERS whose oldest occurrence is indexed beside the newest
+FIRST_ORDERS = (2, 4)  # indices of the orders whose oldest occurrence is indexed, too
 MAX_ORDER = ORDERS[0]
 MAX_REQUESTS = 2**14  # maximum number of ended requests, of about 1.4 KiB each without tokens
-FIRST_KIND = len(ORDERS)  # kinds: newest by order; oldest by order; in another request by order
+FIRST_KIND = len(ORDERS)  # kind of guesses from oldest occurrences; lower kinds: from newest ones
 SHARED_KIND = FIRST_KIND + len(FIRST_ORDERS)
 
 MASK = 2**64 - 1
@@ -76,15 +76,15 @@ class TokenHistory:
     has ended.
     """
 
-    number: int  # unique number of the history, never reused: entries of a dropped one stay invalid
-    scope: Hashable  # only look-ups of the same scope find its tokens
+    number: int  # unique number of the history, never reused, so old entries stay invalid
+    scope: Hashable  # only look-ups of the same scope find this history
     tokens: array[int]  # the live request's own array; after its end a copy from `offset` on
-    own_salts: tuple[int, ...]  # [len(ORDERS)] salts of its own look-ups
-    first_salts: tuple[int, ...]  # [len(FIRST_ORDERS)] salts of its oldest occurrences
-    shared_salts: tuple[int, ...]  # [NUM_SHARED]; empty if other requests may not look into it
+    own_salts: tuple[int, ...]  # [len(ORDERS)] hash salts for the request's own look-ups
+    first_salts: tuple[int, ...]  # [len(FIRST_ORDERS)] hash salts of the oldest occurrences
+    shared_salts: tuple[int, ...]  # [NUM_SHARED] salts for other requests' look-ups; empty: none
     shared_from: int  # positions before this one were indexed for others by another history
     indexed_to: int  # positions from `shared_from` to this one are in the table
-    indexed_from: int  # positions from this to `shared_from` are in the table for own look-ups
+    indexed_from: int  # positions from this one to `shared_from` serve own look-ups
     offset: int = 0  # position of tokens[0]
     hashes: array[int] = field(default_factory=lambda: array("Q", (0,)))
 
@@ -140,7 +140,8 @@ class SuffixIndex:
 
     def __init__(self, num_slots: int = 2**22) -> None:
         self.histories: dict[int, TokenHistory] = {}
-        self._table: NDArray[np.int64] = np.zeros(num_slots, np.int64)  # number << 32 | position
+        # [num_slots] entries: number of the history << 32 | position
+        self._table: NDArray[np.int64] = np.zeros(num_slots, np.int64)
         self._table.fill(0)
         self._entries = self._table.data  # a memoryview reads and writes single ints faster
         self._slot_mask = num_slots - 1
@@ -200,7 +201,7 @@ class SuffixIndex:
         """
         end = history.hash_new()
         places = []
-        num_orders = len(ORDERS)  # orders at least as long as the newest match
+        num_orders = len(ORDERS)  # number of orders at least as long as the newest match
         for index, salt in enumerate(history.own_salts):
             place = self._look_up(history, end, index, salt, index)
             if place is not None:
@@ -234,7 +235,7 @@ class SuffixIndex:
             return None
         at = (entry & 0xFFFFFFFF) - found.offset
         if found.tokens[at - order : at] != history.tokens[end - order :]:
-            return None  # A slice that exceeds the kept tokens is shorter, so it differs, too.
+            return None  # A slice beyond the kept tokens is shorter and so differs.
         return Occurrence(found, at, kind)
 
     # -- indexing

@@ -151,7 +151,7 @@ def _read_line(
     if parsed.text is not None:
         yield from _pieces(encoder.encode(parsed.text), text_len)
     elif parsed.messages:
-        with suppress(PromptTooLong):  # The target could not answer such a prompt either.
+        with suppress(PromptTooLong):  # Prompts that are too long for the target are left out.
             yield from _chat(parsed.messages, encoder)
     else:
         raise InvalidRequest(f"data: {where}: messages or text is missing", param="data")
@@ -241,7 +241,7 @@ class Shuffler:
         self.epoch, self.cursor = 0, 0
         self._batches = self._shuffle()
 
-    def place(self, epoch: int, cursor: int) -> None:
+    def seek(self, epoch: int, cursor: int) -> None:
         """Move to batch number ``cursor`` of an epoch."""
         self.epoch, self.cursor = epoch, cursor
         self._batches = self._shuffle()
@@ -249,7 +249,7 @@ class Shuffler:
     def next(self) -> list[Conversation]:
         """Return the next batch."""
         if self.cursor == len(self._batches):
-            self.place(self.epoch + 1, 0)
+            self.seek(self.epoch + 1, 0)
         self.cursor += 1
         return self._batches[self.cursor - 1]
 

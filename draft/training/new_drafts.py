@@ -180,8 +180,8 @@ def _check_layers(config: DecoderConfig, *, is_head: bool) -> None:
             raise InvalidRequest(message, param="init")
     if is_head and config.rope.partial != 1.0:
         raise InvalidRequest(
-            f"init: RoPE rotates only a part of each head of {config.model_type}, but all of a "
-            "draft's: train from random weights, or begin with a draft in a folder",
+            f"init: {config.model_type} applies RoPE to a part of each attention head, which draft "
+            "heads do not support: train from random weights, or begin with a draft in a folder",
             param="init",
         )
 

@@ -64,7 +64,7 @@ def _parse(line: bytes, where: str) -> Record:
         raise InvalidRequest(f"{where} is not recorded traffic: {error}", param="data") from error
     if record.v != VERSION:
         raise InvalidRequest(
-            f"{where}: version {record.v} of records is not supported; only {VERSION} is",
+            f"{where}: records of version {record.v} are not supported; use version {VERSION}",
             param="data",
         )
     if not 0 <= record.prompt_len <= len(record.tokens) or min(record.tokens, default=0) < 0:

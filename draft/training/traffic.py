@@ -187,7 +187,8 @@ class TrafficRecorder(Recorder[_Finished]):
         return _Finished(
             array("q", request.tokens),
             request.prompt_len,
-            float(request.sampling.params.temperature),  # a default may have a type that JSON lacks
+            # A default may have a type that JSON lacks.
+            float(request.sampling.params.temperature),
             str(delta.finish_reason),
         )
 

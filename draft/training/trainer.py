@@ -29,7 +29,7 @@ from .teacher import Teacher
 
 logger = logging.getLogger(__name__)
 
-BATCH_TOKENS = 1024  # small, because early in training more steps help more than less noise
+BATCH_TOKENS = 1024  # tokens; small, because at first more steps help more than less noise
 MAX_LEN = 1024  # maximum length of a conversation in tokens; the rest is cut off
 WARM_UP, DECAY_FROM = 0.03, 0.4  # end of the warm-up, start of the decay: shares of the budget
 MUON_RATE, ADAM_RATE, NORM_RATE = 0.01, 2e-3, 1e-2
@@ -117,7 +117,7 @@ class Trainer:
     def _taught_ids(self) -> Tensor | None:
         """Return the ids that the student can draft, or None for all.
 
-        A head from a folder may have other ids than `_draft_ids` chose.
+        The ids of a head that was loaded from a folder may differ from `_draft_ids`.
         """
         ids = getattr(self.student.module, "draft_ids", None)
         return ids if isinstance(ids, Tensor) else None
@@ -236,7 +236,7 @@ class Trainer:
         self._generator.set_state(state["generator"])
         self._teacher.tap_scale = state["tap_scale"]
         self.progress = Progress(**state["progress"])
-        self._shuffler.place(self.progress.epoch, self.progress.cursor)
+        self._shuffler.seek(self.progress.epoch, self.progress.cursor)
 
     @contextmanager
     def _stopping_gently(self) -> Iterator[None]:

@@ -26,7 +26,7 @@ from foretoken.bench.lab.gpu.bed import fill
 from foretoken.bench.lab.gpu.check import PARTS, Part
 from foretoken.bench.lab.gpu.equality import difference
 from foretoken.bench.lab.gpu.gauge import Activity, Gauge, _add_up
-from foretoken.bench.lab.gpu.oracle import _compared, _ragged, _slots, tell_tests
+from foretoken.bench.lab.gpu.oracle import _compared, _ragged, _slots, report_tests
 from foretoken.bench.lab.gpu.page import PAGE, RESULTS, read_results, render
 from foretoken.bench.lab.gpu.stage import SHAPES, Place, Result, Stage
 from foretoken.core.errors import ForetokenError
@@ -350,14 +350,14 @@ def test_bits_that_differ_and_logits_that_are_no_numbers_are_no_equality() -> No
 
 def test_outcomes_are_read_from_what_pytest_prints_even_if_it_never_ends(tmp_path) -> None:
     stage = make_stage(tmp_path)
-    tell_tests(stage, PYTEST)
+    report_tests(stage, PYTEST)
     (rows,) = stage.result.tables.values()
     assert [tuple(row.values()) for row in rows] == [("test_a", 1, 1, 0), ("test_b", 0, 1, 1)]
     assert stage.result.errors == [
         "test_a, test_two[3]: AssertionError: 1 is not 2",
         "test_b, test_four: see the log",
     ]
-    tell_tests(stage, "ImportError: no such thing")
+    report_tests(stage, "ImportError: no such thing")
     assert stage.result.errors[-1] == "no test was run; see the log"
 
 

@@ -23,7 +23,7 @@ def test_an_answer_is_the_same_however_it_was_cut(answer, status, size):
     parser = AnswerParser()
     pieces = [parser.feed(answer[at : at + size]) for at in range(0, len(answer), size)]
     assert b"".join(pieces) == b"hello, world"
-    assert (parser.status, parser.done, parser.keeps) == (status, True, True)
+    assert (parser.status, parser.done, parser.can_reuse) == (status, True, True)
 
 
 def test_a_body_without_a_length_ends_with_the_connection():
@@ -32,7 +32,7 @@ def test_a_body_without_a_length_ends_with_the_connection():
     assert not parser.done
     parser.end()
     assert parser.done
-    assert not parser.keeps
+    assert not parser.can_reuse
 
 
 @pytest.mark.parametrize("length", [0, 10, 60, len(CHUNKED) - 1])
@@ -58,7 +58,7 @@ def test_a_server_that_closes_is_not_asked_again_on_that_connection():
     parser = AnswerParser()
     parser.feed(WITH_LENGTH.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"))
     assert parser.done
-    assert not parser.keeps
+    assert not parser.can_reuse
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_an_interim_answer_is_not_the_answer():
     assert parser.feed(b"HTTP/1.1 100 Continue\r\nserver: x\r\n\r\n") == b""
     assert (parser.status, parser.done) == (0, False)
     assert parser.feed(WITH_LENGTH) == b"hello, world"
-    assert (parser.status, parser.done, parser.keeps) == (429, True, True)
+    assert (parser.status, parser.done, parser.can_reuse) == (429, True, True)
 
 
 @pytest.mark.parametrize("url", ["ftp://x", "http://", "file:///tmp"])

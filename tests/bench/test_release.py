@@ -20,7 +20,7 @@ from setuptools.command.build_py import build_py
 from foretoken.bench.lab import release
 from foretoken.bench.lab.release import check_has, main, packages_of, run, serving, write_sums
 from foretoken.core.ops.native import recipe
-from foretoken.core.ops.native.recipe import is_whole
+from foretoken.core.ops.native.recipe import is_intact
 
 SERVER = """
 import sys
@@ -141,7 +141,7 @@ def test_the_wheel_with_kernels_has_all_that_the_other_has_and_sealed_libraries(
     installed = tmp_path / "installed" / native
     libraries = sorted(each.name.split("-")[1] for each in installed.glob("kernels-*.so"))
     assert libraries == ["amx", "avx2", "avx512", "scalar"]
-    assert all(map(is_whole, installed.glob("kernels-*.so")))
+    assert all(map(is_intact, installed.glob("kernels-*.so")))
     record = (tmp_path / "installed/foretoken-1.dist-info/RECORD").read_text("utf-8")
     assert {line.partition(",")[0] for line in record.splitlines()} == {
         *files,

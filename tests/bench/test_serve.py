@@ -124,7 +124,7 @@ def test_a_server_that_is_not_there_is_named():
 
 
 def test_the_roofline_is_compared_with_steps_not_with_tokens():
-    found = Roofline(10_000_000, 10e9).beside(
+    found = Roofline(10_000_000, 10e9).describe(
         {"tokens_per_s_user": {"p50": 1000.0}, "tokens_per_step": 2.0}
     )
     assert found == "1000 steps/s (10 MB of weights at 10 GB/s); the median user reaches 0.5 of it"

@@ -143,6 +143,13 @@ if hasattr(client, "decisions"):  # not in openai 2
             lambda: client.decisions.create(model=MODEL, input="It came.", questions=asked),
         )
         expect(error.param, "questions[1].choices")
+        impatient = client.with_options(timeout=0.001, max_retries=0)
+        many: Any = [{"type": "predicate", "instructions": f"Claim {n}."} for n in range(400)]
+        refused(
+            openai.APITimeoutError,
+            lambda: impatient.decisions.create(model=MODEL, input=PREFIX, questions=many),
+        )
+        expect(chat(say("Still here.")).choices[0].message.content, "Still here.")
 
 
 @features.feature("tool loop")

@@ -222,6 +222,10 @@ if find_spec("websockets"):  # not where openai 2 is
             assert then.usage.input_tokens_details.cached_tokens > 200, then.usage
             [error] = turn(input="Hi", temperature=-1)
             expect((error.type, error.status, error.error.param), ("error", 400, "temperature"))
+        with client.responses.connect() as connection:  # it is left before its answer
+            connection.response.create(model=MODEL, input=say("One two three four five."))
+            expect(connection.recv().type, "response.created")
+        expect(ask(say("Still here.")).output_text, "Still here.")
 
 
 @features.feature("forced tool")

@@ -439,6 +439,26 @@ def test_where_rows_are_dear_nothing_is_drafted() -> None:
     assert [bench.step(request, [t]).num_rows for t in (41, 42, 43, 44)] == [0] * 4
 
 
+def test_guesses_are_scored_with_their_step_though_the_next_one_is_planned() -> None:
+    source = Says("says", [4, 5, 6])
+    bench = Bench(source)
+    request = bench.request(TEXT[:4])
+    (plan,) = bench.plan(request)
+    row = _row(request, plan)
+    request.tokens.extend([4, 5, 6])
+    source.token_ids = [7, 8, 9]  # the next guess, which the outcome below does not judge
+    bench.plan(request)
+    scored = []
+    bench.speculator.acceptance.score = (  # type: ignore[method-assign]
+        lambda name, kind, request_id, hits, **others: scored.append((hits, others["missed"]))
+    )
+    output = RequestOutput(request_id=request.request_id, token_ids=[4, 5, 6])
+    bench.speculator.observe(request, row, output, 3)
+    request.tokens.extend([7, 1])
+    bench.speculator.observe(request, row, output, 2)
+    assert scored == [(3, False), (1, True)]
+
+
 def test_several_requests_share_the_budget_by_what_their_guesses_are_worth() -> None:
     sure, doubtful = Says("sure", [1] * 9, chance=0.95), Says("doubtful", [2] * 9, chance=0.4)
     sure.propose = _only_for("sure", sure)  # type: ignore[method-assign]
@@ -464,7 +484,7 @@ def test_requests_that_may_not_draft_count_in_what_a_step_takes() -> None:
     others = [bench.request(TEXT[::-1], depth=0) for _ in range(14)]
     bench.plan(*auto, *others, num_prefill=40)
     (candidates,) = bench.seen
-    assert len(candidates.lookup) == 2
+    assert len(candidates.lookup_survival) == 2
     assert (candidates.num_decodes, candidates.num_rows) == (16, 56)
 
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from foretoken.api.build import kv_tiers
-from foretoken.api.build.beside import kept_kv
+from foretoken.api.build.components import kept_kv
 from foretoken.api.build.engine_builder import build
 from foretoken.api.types.sampling_params import SamplingParams
 from foretoken.core.config import EngineConfig

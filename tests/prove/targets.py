@@ -79,7 +79,7 @@ _PLACES: dict[tuple[str, ...], tuple[str, ...]] = {
         "StopTable._link",
         "StopTable.step",
         "StopStrings.feed",
-        "AnswerText.push",
+        "AnswerText.add_token",
         "AnswerText.take",
     ),
     ("api/server/test_owners.py",): ("Shares.remove", "Shares.excess"),

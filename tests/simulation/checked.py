@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from foretoken.core.interface.output import StepOutput
@@ -14,6 +15,8 @@ from foretoken.core.scheduling.states import MAX_STATE_DRAFT
 
 class CheckedScheduler(Scheduler):
     """Raises AssertionError where a plan or the ledger is not as it must be."""
+
+    _committed: Sequence[Request] = ()  # the requests of the last commit
 
     def schedule(self, now: float) -> StepPlan:
         prompts = self._prompts()
@@ -30,9 +33,14 @@ class CheckedScheduler(Scheduler):
         before = [each for row in plan.requests if (each := self._owner(row)) is not None]
         events = super().commit(plan, output, now)
         self.audit()
-        for request in before:
-            _check_request(request)
+        self._committed = before
         return events
+
+    def account(self) -> None:
+        super().account()
+        committed, self._committed = self._committed, ()
+        for request in committed:
+            _check_request(request)
 
     def _owner(self, row: ScheduledRequest) -> Request | None:
         """Return the request of a row; None if it ended, which only a row planned ahead allows."""

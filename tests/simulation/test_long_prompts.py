@@ -7,7 +7,7 @@ import random
 import pytest
 
 from foretoken.core.interface.request import Request
-from foretoken.core.scheduling.chunk_budget import newcomer_share
+from foretoken.core.scheduling.chunk_budget import short_prompt_share
 from foretoken.core.scheduling.request_table import MAX_PASSED, SchedulerLimits
 from foretoken.radix_cache import PrefixCache
 from support.fake_model import VOCAB_SIZE, Driver, FakeRunner, make_request, no_draft
@@ -296,6 +296,6 @@ def test_no_shorter_prompt_is_admitted_into_pages_that_a_longer_one_will_need() 
 
 
 def test_the_share_of_newcomers_leaves_the_greater_part_to_the_first() -> None:
-    assert [newcomer_share(budget) for budget in (0, 1, 2, 20, 64, 100, 1000)] == [
+    assert [short_prompt_share(budget) for budget in (0, 1, 2, 20, 64, 100, 1000)] == [
         0, 0, 1, 10, 16, 20, 200,
     ]  # fmt: skip

@@ -84,7 +84,7 @@ class RandomTrees(FixedDepth):
         if not right:
             return DraftPlan()
         paths = random_paths(self._rng, right, self._num_paths, self._vocab_size)
-        return DraftPlan(tree_of(paths).first(share))
+        return DraftPlan(tree_of(paths).first_nodes(share))
 
 
 class TreeDepth(FixedDepth):

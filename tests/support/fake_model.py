@@ -284,7 +284,9 @@ class Driver:
         if plan.requests:
             self.scheduler.speculator.work()
             output = self.runner.step(plan)
-            self._note(self.scheduler.commit(plan, output, self.now))
+            events = self.scheduler.commit(plan, output, self.now)
+            self.scheduler.account()
+            self._note(events)
             self.scheduler.speculator.observe_step(plan, output, sum(output.times.values()))
         else:
             assert not plan.released_request_ids, "nobody reads an empty plan"

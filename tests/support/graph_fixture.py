@@ -14,7 +14,7 @@ from foretoken.core.model.decoder import Decoder, OwnDecoder
 from foretoken.core.model.description.config import DecoderConfig, LayerSpec
 from foretoken.core.model.description.rope import RopeSpec
 from foretoken.core.ops.base import Exactness, Ops
-from foretoken.core.ops.kv_pool import KvPlace, KVPool
+from foretoken.core.ops.kv_pool import KvLayer, KVPool
 from foretoken.core.ops.mixers.attention import AttentionWeights
 from foretoken.core.ops.triton.graph.graphs import Graph, MakeGraph, cuda_graphs
 from foretoken.core.ops.triton.triton_ops import TritonOps
@@ -109,7 +109,7 @@ def make_layer(ops: Ops, window: int | None, index: int) -> LayerWeights:
             head_norm=HeadNorm(torch.rand(3, 16) + 0.5, 1e-6),
             o=ops.pack_linear(torch.randn(SIZE, 2 * 16) / 4),
             window=window,
-            place=KvPlace(0, index),
+            kv=KvLayer(0, index),
         ),
         mlp_norm=make_norm(),
         mlp=make_mlp(ops),

@@ -86,4 +86,4 @@ class Model:
 
     def spell(self, ids: list[int], shown: frozenset[int]) -> str:
         detokenizer = self.tokenizer.detokenizer((), shown)
-        return "".join([*map(detokenizer.push, ids), detokenizer.flush()])
+        return "".join([*map(detokenizer.decode, ids), detokenizer.finish()])

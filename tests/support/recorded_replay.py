@@ -165,7 +165,7 @@ class _Knowing(AcceptanceModel):
         """Learn how this request differs, and nothing of others."""
         num_tried = min(num_hits + missed, MAX_LENGTH)
         if num_tried:
-            expected = float(self._curves[source][sampled][kind].misses[num_tried - 1])
+            expected = float(self._curves[source][sampled][kind].expected_rejections[num_tried - 1])
             self._adjustment(request_id, source).count(expected, missed)
 
 

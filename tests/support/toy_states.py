@@ -184,5 +184,5 @@ class ToySlotRecords:
     def write(self, slot: int) -> None:
         self._states.slots[slot] = pickle.loads(self._staged)
 
-    def stand_at(self, slot: int, position: int) -> None:
+    def set_position(self, slot: int, position: int) -> None:
         self._states.at[slot] = [position] * self._states.num_layers

@@ -22,7 +22,7 @@ from ...serving.settings import Settings
 from ...types.sampling_params import LeftOut, SamplingParams
 from ..config import SAMPLING_FLAGS, TERMINAL, Given, model_options, with_adapter
 from ..flags import engine_options
-from .progress import tell_start, watch_loading
+from .progress import print_startup_steps, watch_loading
 from .remote import ServerModel
 from .terminal import PLAIN, LocalModel, Style, style_of
 
@@ -56,7 +56,7 @@ class Partner(Protocol):
 def run(parsed: argparse.Namespace) -> int:
     """Hold a conversation with a local model or a server. Return the exit status."""
     if parsed.verbose:
-        tell_start()
+        print_startup_steps()
     given = Given(parsed, TERMINAL)
     given.warn_of_unknown_variables()
     params, style = given.make(SamplingParams), style_of(parsed)
@@ -205,7 +205,7 @@ class Conversation:
             self._answering.cancel()
         else:
             print("\n(Ctrl-D or /exit ends the conversation)", file=sys.stderr, flush=True)
-            # the line is still being read
+            # show the unfinished line again
             print(self._prompt, _half_line(), sep="", end="", flush=True)
 
     # -- commands -------------------------------------------------------------------------------

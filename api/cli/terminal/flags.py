@@ -55,8 +55,7 @@ def _add_answer_flags(parser: Parser) -> None:
     parser.add_argument(
         "--show-drafts",
         action="store_true",
-        help="colour each token by its draft source, and print a legend and --stats; "
-        "colours need a "
-        "terminal or FORCE_COLOR; NO_COLOR disables them",
+        help="colour each token by its draft source, and print a legend and the statistics of "
+        "--stats; colours need a terminal or FORCE_COLOR; NO_COLOR disables them",
     )
     add_verbose(parser)

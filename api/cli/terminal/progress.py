@@ -19,15 +19,15 @@ from ...build.model_files import name_and_bytes
 from ...runtime.interrupts import ending_at_once
 from ..clock import BEGAN
 
-PATIENCE = 2.0  # seconds
-TICK = 0.1  # seconds
+PATIENCE = 2.0  # seconds before any progress is shown
+TICK = 0.1  # seconds between updates of the progress bar
 LINE_SECONDS = 10.0  # interval between progress lines that cannot be overwritten
 WIDTH = 24  # width of the bar in characters
 CLEAR = "\r\x1b[K"  # clears the line
 
 
-def tell_start() -> None:
-    """Print the seconds of each startup step from now on."""
+def print_startup_steps() -> None:
+    """Print the seconds that each startup step takes, from now on."""
     logger = logging.getLogger(STARTUP)
     logger.addHandler(logging.StreamHandler())
     logger.setLevel(logging.DEBUG)

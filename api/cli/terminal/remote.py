@@ -32,7 +32,7 @@ class ServerModel:
         self.name = ""
         self.context: int | None = None  # number of tokens, if the server reports it
         self.sampling: Mapping[str, Any] = {}
-        self._takes_ids = False  # other servers may reject the field
+        self._takes_ids = False  # whether the server accepts token ids in messages
         self._url, self._key, self._style = url, key, style
 
     @classmethod
@@ -47,7 +47,7 @@ class ServerModel:
             found.name = model["id"]
             context = model.get("max_model_len")  # vLLM and SGLang report it too
             found.context = context if isinstance(context, int) else None
-            # specific to foretoken
+            # only foretoken sends it
             found.sampling = dict(model.get("default_sampling_params") or {})
             found._takes_ids = bool(found.sampling)
         except (ValueError, LookupError, TypeError):
@@ -90,7 +90,7 @@ class ServerModel:
             printer.end()
         if self._style.has_stats:
             print(_cost_line(usage), file=sys.stderr)
-        return None if has_thoughts else token_ids  # conversations keep no reasoning
+        return None if has_thoughts else token_ids  # later prompts leave reasoning out
 
     async def _events(
         self, path: str, body: Mapping[str, Any]
@@ -141,7 +141,7 @@ class ServerModel:
         port = target.port or (443 if is_tls else 80)
         try:
             return await asyncio.open_connection(target.hostname, port, ssl=is_tls or None)
-        except ssl.SSLError as error:  # its errno is not an OSError's
+        except ssl.SSLError as error:  # `errno` of an SSLError is not a system error code
             why = (error.reason or str(error)).lower().replace("_", " ")
             raise ForetokenError(f"{self._url} does not accept TLS connections ({why})") from None
         except OSError as error:

@@ -20,7 +20,7 @@ from ...types.sampling_params import SamplingParams
 from ..config import TERMINAL, Given, model_options, with_adapter
 from ..flags import TWO_MODELS
 from .chat import chat
-from .progress import tell_start, watch_loading
+from .progress import print_startup_steps, watch_loading
 from .terminal import LocalModel, Style, style_of
 
 MAX_INPUT_BYTES = 64 * 2**20
@@ -51,7 +51,7 @@ class Question:
 def run(parsed: argparse.Namespace) -> int:
     """Print an answer, or hold a conversation. Return the exit status."""
     if parsed.verbose:
-        tell_start()
+        print_startup_steps()
     named, prompt = read_words(parsed)
     if named is not None:
         parsed.model = named

@@ -59,20 +59,20 @@ class Palette:
 class Painter:
     """Colours one answer by adding escape codes; the text itself is unchanged.
 
-    ``push`` decodes a token and returns the characters that it adds to the text. The text may
+    ``decode`` decodes a token and returns the characters that it adds to the text. The text may
     arrive later than its tokens: until then the number of each token's characters waits in a queue.
     """
 
-    def __init__(self, palette: Palette, push: Callable[[int], str]) -> None:
+    def __init__(self, palette: Palette, decode: Callable[[int], str]) -> None:
         self._palette = palette
-        self._push = push
+        self._decode = decode
         self._ahead: deque[tuple[int, str]] = deque()  # characters not shown yet, by source
         self._counts: Counter[str] = Counter()
 
     def paint(self, delta: TextDelta) -> str:
         """Return the coloured text of the next delta."""
         for token_id, source in zip(delta.token_ids, delta.sources, strict=True):
-            self._ahead.append((len(self._push(token_id)), source))
+            self._ahead.append((len(self._decode(token_id)), source))
             self._counts[source] += 1
         parts, start = [], 0
         while start < len(delta.text):
@@ -204,7 +204,7 @@ class LocalModel:
         colours, painter = self._style.colours, None
         if colours is not None:
             detokenizer = self._llm.tokenizer.detokenizer(answer.prompt_token_ids)
-            painter = Painter(colours, detokenizer.push)
+            painter = Painter(colours, detokenizer.decode)
         printer, last = Printer(), TextDelta()
         try:
             async with aclosing(answer.deltas()) as deltas:
@@ -213,7 +213,7 @@ class LocalModel:
                     printer.think(last.reasoning)
                     printer.write(last.text, painter.paint(last) if painter else "")
         finally:
-            printer.end()  # before the lines on stderr
+            printer.end()  # ends the line before lines on stderr follow
         if painter:
             print(painter.legend(), file=sys.stderr)
         if self._style.has_stats:

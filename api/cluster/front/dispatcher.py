@@ -146,11 +146,11 @@ class Dispatcher:
         link.load = step.load
         for news in step.pages:
             if len(news.keys) > link.hello.num_pages * KEY_BYTES:
-                raise WireError(f"it reports more KV pages than its {link.hello.num_pages}")
+                raise WireError(f"the replica reports more than {link.hello.num_pages} KV pages")
             change = self._router.stored if news.is_stored else self._router.dropped
             change(link.peer, page_keys(news))
         if self._router.num_pages(link.peer) > link.hello.num_pages:
-            raise WireError(f"it reports more KV pages than its {link.hello.num_pages}")
+            raise WireError(f"the replica reports more than {link.hello.num_pages} KV pages")
         now = self._clock()
         for request_id, delta in step.deltas:
             live = link.request_of(request_id)
@@ -202,7 +202,7 @@ class Dispatcher:
             return
         self._waiting[request_id] = live
         self._serve_one(live, now)
-        if self._waiting:  # the replica has room now
+        if self._waiting:  # a replica may have room for them now
             asyncio.get_running_loop().call_soon(self.serve_waiting)
 
     # -- parts of prompts -----------------------------------------------------------------------
@@ -229,7 +229,7 @@ class Dispatcher:
             self._free(part)
 
     def _forget_reader(self, peer: bytes) -> None:
-        """Free the held parts of prompts that a lost replica would have read."""
+        """Free the KV pages of prompts that other replicas hold for a replica that is lost."""
         for live in self.live.values():
             if live.reader == peer:
                 live.reader = None
@@ -239,7 +239,7 @@ class Dispatcher:
     def _free(self, held: HeldPrompt) -> None:
         """Tell the holder to free pages that no replica reads; it ignores pages already freed."""
         if held.holder in self._roster.links:
-            # Not by `Roster.send`, which may lose a replica: its next beat does that.
+            # `Roster.send` is not used, since it may remove a replica; `Roster.beat` will do so.
             self._roster.socket.send(held.holder, held.drop)
 
     # -- placing a request ----------------------------------------------------------------------
@@ -355,7 +355,7 @@ class Dispatcher:
         """Send waiting requests to replicas, and end those that waited too long."""
         now = self._clock()
         for live in list(self._waiting.values()):
-            if live.request.request_id in self._waiting:  # a loss meanwhile may have ended it
+            if live.request.request_id in self._waiting:  # else the request has ended meanwhile
                 self._serve_one(live, now)
 
     def _serve_one(self, live: LiveRequest, now: float) -> None:
@@ -394,7 +394,7 @@ class Dispatcher:
         if (link := self._places.pop(request_id, None)) is not None:
             link.forget(request_id)
             self._router.end(request_id)
-        if self._waiting:  # the replica has room now
+        if self._waiting:  # a replica may have room for them now
             asyncio.get_running_loop().call_soon(self.serve_waiting)
         elif not self.live:
             self.idle.set()
@@ -408,7 +408,7 @@ class Dispatcher:
 def _check_lives(live: LiveRequest, delta: Delta) -> None:
     """Raise `DeadReplicaError` for a delta that an engine sends only when it stops."""
     if isinstance(delta.error, EngineDead):
-        raise DeadReplicaError(f"its engine ended: {str(delta.error)[:MAX_REASON]!r}")
+        raise DeadReplicaError(f"the replica's engine ended: {str(delta.error)[:MAX_REASON]!r}")
     is_abort = delta.finish_reason is FinishReason.ABORT and delta.stop_reason is None
     if is_abort and not live.is_aborted:
-        raise DeadReplicaError("it aborted a request that the front did not abort")
+        raise DeadReplicaError("the replica aborted a request that the front did not abort")

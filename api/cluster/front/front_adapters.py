@@ -116,7 +116,7 @@ class FrontAdapters:
                     )
             except ForetokenError as error:
                 if remote in self._loaded:
-                    reason = f"it cannot load the adapter {question.name}: {error}"
+                    reason = f"the replica cannot load the adapter {question.name}: {error}"
                     self._roster.lose(link, "wrong", reason)
                     return
                 continue

@@ -75,7 +75,7 @@ class FrontMetrics:
         for collector in (Reader(self._read_replicas), self._families):
             self.registry.register(collector)
         self.moved = self._count(
-            "requests_moved", "Requests that continued in another replica after theirs was lost"
+            "requests_moved", "Requests moved to another replica because their replica was lost"
         )
         self.hit_tokens = self._count(
             "route_hit_tokens", "Prompt tokens expected to be cached in the chosen replica"

@@ -63,7 +63,9 @@ class LiveRequest:
         return deadline is not None and self.elapsed(now) >= deadline
 
     def describe(self, now: float) -> Body:
-        """Return the request's sizes, age and losses, for a dump."""
+        """Describe the request for a dump: its numbers of tokens, its age in seconds, and how many
+        replicas that computed it were lost.
+        """
         return {
             "id": self.request.request_id,
             "prompt_tokens": self.request.prompt_len,
@@ -151,7 +153,8 @@ class LiveRequest:
         total.queue_time = whose.queue_time
         for each in (before, run):
             add_counts(total, each)
-        total.evicted_tokens = max(before.evicted_tokens, run.evicted_tokens)  # they overlap
+        # Both replicas may evict the KV of the same tokens.
+        total.evicted_tokens = max(before.evicted_tokens, run.evicted_tokens)
         return total
 
 

@@ -21,7 +21,7 @@ NO_PAGES = {"held": 0, "pinned": 0, "cached": 0, "free": 0}
 
 
 def merged_cache(page_size: int, bodies: Bodies) -> Body:
-    """Return `ServingEngine.cache_info` over all replicas."""
+    """Return one `ServingEngine.cache_info` for all replicas."""
     body: Body = {"page_size": page_size}
     body |= {name: _sum(bodies, name) for name in SUMMED_IN_CACHE}
     total = _sum(bodies, "total_pages")

@@ -66,7 +66,7 @@ def number_of(answer: Answer) -> int:
     """Return the number in an answer. Raises the answer's error, or `WireError`."""
     result = _result(answer)
     if not isinstance(result, int):
-        raise WireError("it sent an answer that is not a number")
+        raise WireError("the replica sent an answer that is not a number")
     return result
 
 
@@ -79,7 +79,7 @@ def bytes_of(answer: Answer) -> bytes:
     """Return the bytes in an answer. Raises the answer's error, or `WireError`."""
     result = _result(answer)
     if not isinstance(result, bytes):
-        raise WireError("it sent an answer that is not bytes")
+        raise WireError("the replica sent an answer that is not bytes")
     return result
 
 

@@ -35,11 +35,11 @@ class ReplicaLink:
     since: float  # time of arrival on the front's clock
     role: str | None = None  # prefill, decode or both; None: it transfers no KV
     load: Load = NO_LOAD
-    unready: str | None = None  # its own reason why it cannot take requests
+    unready: str | None = None  # why it cannot take requests, as it reports
     requests: dict[str, LiveRequest] = field(default_factory=dict)
     adapters: set[Adapter] = field(default_factory=set)  # adapters that it has loaded
     num_served: int = 0  # requests that ended at this replica
-    num_silent_beats: int = 0  # beats that the front sent since its last message
+    num_silent_beats: int = 0  # beats sent since the replica's last message
     _ended: deque[str] = field(default_factory=lambda: deque(maxlen=NUM_ENDED))
     _calls: dict[int, asyncio.Future[Answer]] = field(default_factory=dict)
     _call_ids: itertools.count[int] = field(default_factory=itertools.count)
@@ -92,7 +92,7 @@ class ReplicaLink:
         """
         live = self.requests.get(request_id)
         if live is None and request_id not in self._ended:
-            raise WireError("it sent tokens for a request that it does not serve")
+            raise WireError("the replica sent tokens for a request that it does not serve")
         return live
 
     def check_tokens(self, delta: Delta, live: LiveRequest) -> None:
@@ -100,13 +100,13 @@ class ReplicaLink:
         num_tokens, vocab = len(delta.token_ids), self.hello.vocab_size
         logprobs = (*delta.logprobs, *delta.prompt_logprobs)
         if max((*delta.token_ids, *map(_highest, logprobs)), default=0) >= vocab:
-            raise WireError(f"it sent a token id outside the vocabulary of {vocab}")
+            raise WireError(f"the replica sent a token id outside the vocabulary of {vocab}")
         if len(live.request.tokens) + num_tokens > live.request.max_len:
-            raise WireError("it sent more tokens than the request may have")
+            raise WireError("the replica sent more tokens than the request may have")
         asked = live.request.sampling.params.logprobs is not None
         if len(delta.logprobs) != num_tokens * asked or len(delta.token_sources) != num_tokens:
             raise WireError(
-                "it sent log-probabilities or draft sources that do not match its tokens"
+                "the replica sent log-probabilities or draft sources that do not match its tokens"
             )
         _check_pooled(delta, live, self.hello.pooling.dimensions)
 
@@ -132,7 +132,7 @@ class ReplicaLink:
         Raises `WireError` for an answer to a call that was not made.
         """
         if answer.call_id > self._num_calls:
-            raise WireError("it sent an answer to a call that was not made")
+            raise WireError("the replica sent an answer to a call that was not made")
         future = self._calls.get(answer.call_id)
         if future is not None and not future.done():
             future.set_result(answer)
@@ -149,11 +149,11 @@ def _check_pooled(delta: Delta, live: LiveRequest, dimensions: int) -> None:
     pooling = live.request.sampling.pooling
     has_stopped = pooling is not None and delta.finish_reason is FinishReason.STOP
     if (delta.pooled is not None) != has_stopped or (pooling is not None and delta.token_ids):
-        raise WireError("it sent tokens or pooled values that the request does not want")
+        raise WireError("the replica sent tokens or pooled values that the request does not want")
     if pooling is not None and delta.pooled is not None:
         wanted = len(pooling.token_ids) or dimensions
         if len(delta.pooled) != wanted:
-            raise WireError(f"it sent {len(delta.pooled)} pooled values, not {wanted}")
+            raise WireError(f"the replica sent {len(delta.pooled)} pooled values, not {wanted}")
 
 
 def _highest(logprob: TokenLogprob) -> int:

@@ -219,11 +219,13 @@ class Replicas:
             case Beat():
                 link.load, link.unready = message.load or link.load, message.unready
             case Leaving(has_failed=True):
-                raise DeadReplicaError(f"its engine ended: {message.reason[:MAX_REASON]!r}")
+                why = f"{message.reason[:MAX_REASON]!r}"
+                raise DeadReplicaError(f"the replica's engine ended: {why}")
             case Leaving():
-                self._roster.lose(link, "left", f"it left: {message.reason[:MAX_REASON]!r}")
+                why = f"{message.reason[:MAX_REASON]!r}"
+                self._roster.lose(link, "left", f"the replica left: {why}")
             case Hello():
-                raise WireError("it sent a second greeting")
+                raise WireError("the replica sent a second greeting")
             case WireError():
                 raise message
 

@@ -111,7 +111,7 @@ class Roster:
         """Send a message to a replica. If it does not read, remove it and return False."""
         sent = self.socket.send(link.peer, message)
         if not sent:
-            self.lose(link, "closed", "it does not read its messages")
+            self.lose(link, "closed", "the replica does not read its messages")
         return sent
 
     def beat(self) -> None:
@@ -119,7 +119,7 @@ class Roster:
         for link in list(self.links.values()):
             link.num_silent_beats += 1
             if link.num_silent_beats >= MAX_SILENT_BEATS:
-                self.lose(link, "silent", "it stopped sending heartbeats")
+                self.lose(link, "silent", "the replica stopped sending heartbeats")
             else:
                 self.send(link, Beat())
 
@@ -132,7 +132,7 @@ class Roster:
         logger.log(level, "%s is lost: %s; requests to move: %d", link, reason, len(link.requests))
         if cause in TOLD_CAUSES:
             self.socket.part(link.peer, Leaving(reason=reason))
-        elif cause == "silent":  # no message, so that it connects again later
+        elif cause == "silent":  # a replica that gets no reason connects again
             self.socket.part(link.peer)
         link.fail_calls()
         self._count_room()
@@ -155,7 +155,7 @@ class Roster:
     def disconnected(self, peer: bytes) -> None:
         """Remove the replica whose connection was closed."""
         if (link := self.links.get(peer)) is not None:
-            self.lose(link, "closed", "its connection was closed")
+            self.lose(link, "closed", "the connection was closed")
 
     def greet(self, peer: bytes, message: FromReplica | WireError) -> None:
         """Accept or refuse a replica by its first message."""
@@ -225,7 +225,7 @@ def _hello_in(message: FromReplica | WireError) -> Hello:
     if isinstance(message, WireError):
         raise message
     if not isinstance(message, Hello):
-        raise WireError("its first message was not a greeting")
+        raise WireError("the replica's first message was not a greeting")
     return message
 
 
@@ -240,7 +240,8 @@ def _check_same_model(hello: Hello, first: Hello) -> None:
         ours, theirs = getattr(first, name), getattr(hello, name)
         if ours != theirs:
             raise UnfitError(
-                f"its {name} is {_shown(theirs)}, but the other replicas have {_shown(ours)}"
+                f"the replica's {name} is {_shown(theirs)}, but the other replicas have "
+                f"{_shown(ours)}"
             )
 
 

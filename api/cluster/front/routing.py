@@ -22,7 +22,7 @@ from ..wire.messages import KEY_BYTES
 
 SENT_SECONDS = 2.0  # time for which a sent prompt's pages count as stored
 ANSWER_TOKENS = 64  # least tokens that a live request owes, since it takes part in steps
-MAX_OVER_MEAN = 1.25  # limit of a session's replica's owed tokens, relative to the mean
+MAX_OVER_MEAN = 1.25  # limit of a replica's owed tokens, relative to the mean, for its sessions
 R = TypeVar("R", bound=Hashable)
 
 
@@ -58,7 +58,8 @@ class _Replica(Generic[R]):
     name: R
     seed: _Seed
     pages: set[bytes] = field(default_factory=set)  # keys of the pages that it reports as stored
-    sent: OrderedDict[bytes, float] = field(default_factory=OrderedDict)  # end by key, ascending
+    # The time until which each sent page counts as stored, by key, earliest first.
+    sent: OrderedDict[bytes, float] = field(default_factory=OrderedDict)
     owed: int = 0  # tokens left to compute for its requests
     num_requests: int = 0
     last_turn: int = 0  # number of the last choice of this replica; 0: never chosen

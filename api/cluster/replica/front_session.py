@@ -57,7 +57,7 @@ class FrontLink(Protocol):
 class Ending(Enum):
     """The ways in which a connection can end."""
 
-    LOST = "lost"  # the front closed it, was silent, or sent an invalid message
+    LOST = "lost"  # the front closed the connection, was silent, or sent an invalid message
     REFUSED = "refused"  # the front refuses this replica
     LEFT = "left"  # the replica left
 
@@ -106,7 +106,7 @@ class FrontSession:
         """Send the greeting, and serve until the connection ends; then abort all requests."""
         self._greet()
         tasks: list[asyncio.Future[Ended]] = [
-            self._left,  # first, because the front's reaction may have arrived already
+            self._left,  # first: `leave` may also have made the front close the connection
             asyncio.create_task(self._read()),
             asyncio.create_task(self._beat()),
         ]

@@ -162,11 +162,11 @@ class HostedEngine:
             params,
             eos_token_ids=self.built.eos_token_ids,
             grammar=grammar,
-            on_token=text.push if text.watches else None,
+            on_token=text.add_token if text.watches else None,
             adapter=self.adapters.find(submit.adapter),
         )
         if output:
-            self._check_goes_on(request, params)
+            self._check_incomplete(request, params)
         if text.watches and await _stops(text, output):
             raise WireError("the request's output already contains a stop string")
         return HostedRequest(request=request, text=text)
@@ -212,7 +212,7 @@ class HostedEngine:
         if transfers is None or not (request.transfer.hands_over and is_worth_it):
             return None
         if request.num_computed >= request.prompt_len or request.transfer.handed is not None:
-            return None  # the whole prompt is about to be held
+            return None  # the engine soon holds the whole prompt
         if hosted.part is not None and transfers.is_held(hosted.part):
             return None  # the earlier part is still being read
         hosted.num_parted = request.num_computed  # if there is no room, try again later
@@ -236,7 +236,7 @@ class HostedEngine:
             return None
         return body_form(transfers.write(request))
 
-    def _check_goes_on(self, request: Request, params: SamplingParams) -> None:
+    def _check_incomplete(self, request: Request, params: SamplingParams) -> None:
         """Raise `WireError` unless a further token may follow the request's output so far."""
         if request.sampling.pooling is not None:
             raise WireError("the request has an output but generates nothing")
@@ -283,13 +283,13 @@ async def _stops(text: AnswerText, output: array[int]) -> bool:
     Other tasks run after every `TOKENS_AT_ONCE` tokens.
     """
     for start in range(0, len(output), TOKENS_AT_ONCE):
-        if _push_all(text, output[start : start + TOKENS_AT_ONCE]):
+        if _add_tokens(text, output[start : start + TOKENS_AT_ONCE]):
             return True
         await asyncio.sleep(0)
     return False
 
 
-def _push_all(text: AnswerText, token_ids: Iterable[int]) -> bool:
-    stopped = any(text.push(token_id) is not None for token_id in token_ids)
+def _add_tokens(text: AnswerText, token_ids: Iterable[int]) -> bool:
+    stopped = any(text.add_token(token_id) is not None for token_id in token_ids)
     text.take()
     return stopped

@@ -55,7 +55,7 @@ class WireError(ForetokenError):
 
 
 @contextmanager
-def meaningful(what: str) -> Iterator[None]:
+def wire_errors(what: str) -> Iterator[None]:
     """Turn errors about a value into `WireError`; ``what`` names the value in the message."""
     try:
         yield
@@ -73,7 +73,7 @@ def ids_form(token_ids: Sequence[int]) -> bytes:
 
 def ids_of(data: bytes) -> array[int]:
     """Return the token ids of `ids_form`. Raises `WireError`."""
-    with meaningful("token ids"):
+    with wire_errors("token ids"):
         return _filled(array("q"), data)
 
 
@@ -103,14 +103,14 @@ def params_form(params: SamplingParams) -> dict[str, Any]:
     given = {name: getattr(params, name) for name in _DEFAULTS}
     given = {name: value for name, value in given.items() if value is not _DEFAULTS[name]}
     if isinstance(schema := given.get("json_schema"), Mapping):
-        with meaningful("json_schema"):
+        with wire_errors("json_schema"):
             given["json_schema"] = json.dumps(dict(schema)).encode()
     return given
 
 
 def params_of(form: Mapping[str, Any]) -> SamplingParams:
     """Return the parameters of a form. Raises `WireError` if `SamplingParams` refuses them."""
-    with meaningful("sampling parameters"):
+    with wire_errors("sampling parameters"):
         if isinstance(schema := form.get("json_schema"), bytes):
             form = {**form, "json_schema": json.loads(schema)}
         return SamplingParams(**form)
@@ -132,7 +132,7 @@ def usage_of(form: Usage, now: float) -> Usage:
     Raises `WireError` for an infinite age of a cache loss.
     """
     if (loss := form.cache_loss) is not None and not math.isfinite(loss.time):
-        raise WireError("a cache loss without a finite age")
+        raise WireError("the age of a cache loss is not finite")
     return usage_form(form, now)  # time = now - age, as age = now - time
 
 
@@ -170,7 +170,7 @@ def error_of(form: ErrorForm) -> ForetokenError:
     Raises `WireError` for an unknown class.
     """
     if (kind := _ERRORS.get(form.kind)) is None:
-        raise WireError(f"an error of the unknown class {shown(form.kind)}")
+        raise WireError(f"the error class {shown(form.kind)} is unknown")
     error = kind.__new__(kind, form.message)  # without __init__, which would make the message again
     for name in kind.wire_fields:
         setattr(error, name, getattr(form, name))

@@ -39,13 +39,13 @@ from .forms import (
     from_msgpack,
     ids_form,
     ids_of,
-    meaningful,
     params_form,
     to_msgpack,
+    wire_errors,
 )
 
 VERSION = 4  # version of all messages and their contents; others are refused at `Hello`
-KEY_BYTES = 8  # first bytes of a page's key of 32 bytes
+KEY_BYTES = 8  # length of the part of a page's 32-byte key that is sent
 M = TypeVar("M")
 Seed = Annotated[int, Meta(ge=0)]  # msgpack's integers end at 64 bits
 
@@ -157,7 +157,7 @@ class Submit(_Message, tag="submit", frozen=True, kw_only=True):
     deadline: Seconds | None = None  # seconds left
     num_prompt_logprobs: Count = 0  # number of prompt log-probabilities sent already
     images: tuple[PromptImage, ...] = ()
-    adapter: Count | None = None  # number of its `LoadAdapter`
+    adapter: Count | None = None  # number in the adapter's `LoadAdapter`
     hands_over: bool = False  # only the prompt is computed, for another replica
     transfer: bytes | None = None  # `Step.handed` of the replica that computed its prompt
 
@@ -222,7 +222,10 @@ class Report(_Question, tag="report", frozen=True, kw_only=True):
 
 
 class LoadAdapter(_Question, tag="load_adapter", frozen=True, kw_only=True):
-    """Calls `AdapterLoader.load` for a folder on the replica's machine; `facts_form` answers."""
+    """Calls `AdapterLoader.load` for a folder on the replica's machine.
+
+    `facts_form` makes the answer.
+    """
 
     name: str
     number: Count
@@ -282,7 +285,7 @@ _any_hello = msgspec.msgpack.Decoder(_AnyHello)
 
 def encode(message: FromReplica | FromFront) -> bytes:
     """Return the bytes of a message. Raises `WireError` for a value that cannot be encoded."""
-    with meaningful("a message that cannot be sent"):
+    with wire_errors("a message that cannot be sent"):
         return _encoder.encode(message)
 
 
@@ -345,7 +348,7 @@ def drop_of(handed: bytes) -> Drop:
 
 def body_form(body: Body) -> bytes:
     """Return a report as JSON; values that JSON lacks are written as strings."""
-    with meaningful("a report that cannot be sent"):
+    with wire_errors("a report that cannot be sent"):
         return msgspec.json.encode(body, enc_hook=str)
 
 
@@ -385,7 +388,7 @@ def page_keys(news: PageNews) -> list[bytes]:
     """Return the keys in page news, `KEY_BYTES` each. Raises `WireError`."""
     data = news.keys
     if len(data) % KEY_BYTES:
-        raise WireError(f"page keys that have {KEY_BYTES} bytes each, but {len(data)} in total")
+        raise WireError(f"page keys have {KEY_BYTES} bytes each, not {len(data)} in total")
     return [data[start : start + KEY_BYTES] for start in range(0, len(data), KEY_BYTES)]
 
 
@@ -410,12 +413,12 @@ def submit_of(request: Request, *, elapsed: float = 0.0) -> Submit:
     sampling = request.sampling
     params, constraint = sampling.params, sampling.constraint
     if not isinstance(params, SamplingParams):
-        raise WireError("a request without parameters of the API")
+        raise WireError("the parameters of the request are no SamplingParams of the API")
     if not (constraint is None or isinstance(constraint, GrammarMatcher)):
-        raise WireError("a request with a constraint that is not a grammar")
+        raise WireError("the request's constraint is not a grammar")
     adapter = request.extras.adapter
     if not (adapter is None or isinstance(adapter, RemoteAdapter)):
-        raise WireError("a request with an adapter that is loaded in this process")
+        raise WireError("the request's adapter is loaded in this process")
     guess = request.prediction
     return Submit(
         request_id=request.request_id,
@@ -447,7 +450,7 @@ def prefill_of(request: Request, *, elapsed: float = 0.0) -> Submit:
     whole = submit_of(request, elapsed=elapsed)
     params = request.sampling.params
     if not isinstance(params, SamplingParams):
-        raise WireError("a request without parameters of the API")
+        raise WireError("the parameters of the request are no SamplingParams of the API")
     return Submit(
         request_id=whole.request_id,
         prompt=whole.prompt,
@@ -498,7 +501,7 @@ def request_of(
     far to it before the request runs. ``adapter``: the adapter with the message's number. Raises
     `WireError`.
     """
-    with meaningful("a request"):
+    with wire_errors("a request"):
         prepared = Prepared(
             prompt=PromptTokens(ids_of(submit.prompt), images=submit.images),
             params=params,

@@ -266,7 +266,7 @@ class FrontSocket:
         for descriptor, name in self._peers.items():
             if name == peer:
                 with (
-                    contextlib.suppress(OSError),  # the replica has closed it meanwhile
+                    contextlib.suppress(OSError),  # the replica has closed the connection
                     sockets.socket(fileno=os.dup(descriptor)) as connection,
                 ):
                     connection.shutdown(sockets.SHUT_RDWR)

@@ -82,18 +82,18 @@ class MessageUsage(Struct, kw_only=True):
     output_tokens: int
     service_tier: str = "standard"
     closed_early: bool  # structured output was ended early to fit the token limit
-    moves: int  # times the request moved to another replica because its own was lost
+    moves: int  # number of times the request moved to another replica after its own was lost
     image_tokens: int | UnsetType = UNSET  # prompt tokens of images, if there are any
-    spliced_tokens: int  # prompt tokens taken from the ids of earlier answers
+    spliced_tokens: int  # prompt tokens that are original ids of earlier answers, not encoded text
     normalized: list[str] | UnsetType = UNSET  # --normalize rules that changed the prompt
     evicted_tokens: int | UnsetType = UNSET  # answer tokens whose KV was evicted (--kv-evict)
     speculation: SpeculationUsage
     cost: float | UnsetType = UNSET  # only with --prices
-    cache_explanation: Free | UnsetType = UNSET  # if requested and known
+    cache_explanation: Free | UnsetType = UNSET  # the cause of a cache miss, if requested
 
 
 class Ending(Struct, kw_only=True):
-    """The stop reason and the stop sequence of an answer; None while it is generated."""
+    """The stop reason and the stop sequence of an answer; both are None until it ends."""
 
     stop_reason: str | None = None
     stop_sequence: str | None = None
@@ -108,9 +108,9 @@ class MessageAnswer(Ending, tag="message", kw_only=True):
     content: list[ContentBlock] = []
     diagnostics: Free | None = None
     usage: MessageUsage
-    # if requested: token ids to send back with the message in the next request
+    # only sent if requested: token ids that the client sends back with the message later
     token_ids: list[int] | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET  # if requested
+    prompt_token_ids: list[int] | UnsetType = UNSET  # token ids of the prompt, only if requested
 
 
 class TokenCount(Struct, kw_only=True):

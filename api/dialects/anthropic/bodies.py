@@ -33,7 +33,7 @@ class TextBlock(Block, tag="text", kw_only=True):
 
 
 class ImageFields(Struct, kw_only=True):
-    """``source`` of an image: base64 data, a data URL, or the URL of a file of --media-dir."""
+    """``source`` of an image: base64 data, a data URL, or the URL of a file in --media-dir."""
 
     type: str
     media_type: str | None = None
@@ -167,7 +167,7 @@ class Message(Struct, kw_only=True):
 
     role: Literal["user", "assistant", "system"]
     content: str | list[Any]
-    # extension: token ids of an answer, which are rendered in place of its text
+    # an extension of Anthropic's API: token ids of an answer, rendered in place of its text
     token_ids: TokenIds | None = None
 
     def __post_init__(self) -> None:
@@ -238,7 +238,7 @@ class CountRequest(Sampling, kw_only=True):
     tool_choice: AnyChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    output_format: JsonFormat | None = None  # the field of an earlier beta
+    output_format: JsonFormat | None = None  # older name of output_config.format
     cache_control: CacheControl | None = None  # applies to the last block
     chat_template_kwargs: dict[str, Any] | None = None
     # recognised but not supported
@@ -261,5 +261,5 @@ class MessagesRequest(CountRequest, kw_only=True):
     n: One | None = None
     stop_sequences: StopTexts | None = None
     diagnostics: Diagnostics | None = None
-    prediction: Prediction | Guess | None = None  # an extension
+    prediction: Prediction | Guess | None = None  # an extension of Anthropic's API
     stop: Annotated[Stop | None, SameAs("stop_sequences")] = None

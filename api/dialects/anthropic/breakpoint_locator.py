@@ -1,4 +1,4 @@
-"""Find the token positions of cache breakpoints, mostly without rendering the prompt again."""
+"""Find the token positions of cache breakpoints, usually without rendering the prompt again."""
 
 from __future__ import annotations
 
@@ -22,11 +22,10 @@ Ids: TypeAlias = "array[int]"
 
 
 class BreakpointLocator:
-    """Finds the token positions of cache breakpoints, and keeps the prefixes that it rendered.
+    """Finds the token positions of cache breakpoints. Caches the token ids of rendered prefixes.
 
-    An agent marks the end of each request and continues from there, so all breakpoints but the last
-    were rendered for earlier requests, and the last one is usually the whole prompt. Changes by
-    ``--normalize`` do not affect the positions.
+    An agent usually sets a breakpoint at the end of each request. Its earlier breakpoints were thus
+    rendered for earlier requests, and the last one needs no rendering because it ends the prompt.
     """
 
     def __init__(self, client: ChatClient) -> None:

@@ -1,6 +1,6 @@
-"""Cache breakpoints: prompt prefixes to pin in the cache, and how many tokens were written.
+"""Cache breakpoints: prompt prefixes to pin in the cache, and the count of tokens written to it.
 
-A breakpoint stands after a block of text. `BreakpointLocator` finds its token position by rendering
+A breakpoint stands after a content block. `BreakpointLocator` finds its token position by rendering
 the conversation up to that block: the common prefix with the whole prompt is the part that later
 prompts can share.
 """
@@ -30,7 +30,8 @@ from .bodies import (
 
 MAX_BREAKPOINTS = 4
 TTL = {"5m": 300.0, "1h": 3600.0}  # seconds
-# Templates require a message after the system text. This one begins like no other message.
+# Some templates require a message after the system text. No real message begins with this text,
+# so the common prefix with the prompt ends before the message.
 NEXT = Message(role="user", content="\x01")
 
 
@@ -66,10 +67,10 @@ class Breakpoints:
 
 def read_marks(body: CountRequest) -> list[Mark]:
     """Return all breakpoints of a body. Raises `InvalidRequest` for more than four."""
-    places = [*_in_tools(body), *_in_system(body), *_in_messages(body)]
-    if body.cache_control is not None and places and places[-1].control is None:
-        places[-1] = Place(body.cache_control, places[-1].head)
-    marked = [(each.control, each.head) for each in places if each.control is not None]
+    ends = [*_in_tools(body), *_in_system(body), *_in_messages(body)]
+    if body.cache_control is not None and ends and ends[-1].control is None:
+        ends[-1] = BlockEnd(body.cache_control, ends[-1].head)
+    marked = [(each.control, each.head) for each in ends if each.control is not None]
     if len(marked) > MAX_BREAKPOINTS:
         message = f"at most {MAX_BREAKPOINTS} blocks may carry cache_control, not {len(marked)}"
         raise InvalidRequest(message, param="cache_control")
@@ -77,57 +78,60 @@ def read_marks(body: CountRequest) -> list[Mark]:
 
 
 def pins_at(ttls: Sequence[float], heads: Sequence[array[int]], ids: array[int]) -> Breakpoints:
-    """Return the pins of a prompt: one for its longest common prefix with each rendered head.
+    """Return the pins of a prompt: one for its longest common prefix with each of ``heads``.
 
-    ``ttls``: the lifetime of each pin in seconds. ``heads``, ``ids``: token ids.
+    ``ttls``: the lifetime of each pin in seconds. ``ids``: the token ids of the prompt.
+    ``heads``: the token ids of the conversation up to each breakpoint.
     """
-    places: dict[int, float] = {}
+    lifetimes: dict[int, float] = {}
     for ttl, head in zip(ttls, heads, strict=True):
         num_tokens = common_len(head, ids)
         if num_tokens:
-            places[num_tokens] = max(ttl, places.get(num_tokens, 0.0))
-    return Breakpoints(tuple(Pin(*each) for each in sorted(places.items())))
+            lifetimes[num_tokens] = max(ttl, lifetimes.get(num_tokens, 0.0))
+    return Breakpoints(tuple(Pin(*each) for each in sorted(lifetimes.items())))
 
 
-class Place(NamedTuple):
-    """The cache control of a block, and a function that returns the body up to the block."""
+class BlockEnd(NamedTuple):
+    """The cache control of a block. ``head`` returns the body up to the end of the block."""
 
     control: CacheControl | None
     head: Callable[[], CountRequest]
 
 
-def _in_tools(body: CountRequest) -> Iterator[Place]:
-    """Yield a place per tool. Its head keeps the system text, rendered along with the tools."""
+def _in_tools(body: CountRequest) -> Iterator[BlockEnd]:
+    """Yield the end of each tool. Templates render the system text with the tools, so it is kept
+    in the body.
+    """
     tools = body.tools or []
     for end, tool in enumerate(tools, start=1):
         if tool.is_custom:
-            yield Place(tool.cache_control, partial(_tools_head, body, end))
+            yield BlockEnd(tool.cache_control, partial(_tools_head, body, end))
 
 
 def _tools_head(body: CountRequest, end: int) -> CountRequest:
     return replace(body, tools=(body.tools or [])[:end], messages=[NEXT])
 
 
-def _in_system(body: CountRequest) -> Iterator[Place]:
+def _in_system(body: CountRequest) -> Iterator[BlockEnd]:
     blocks = body.system if isinstance(body.system, list) else []
     for end, block in enumerate(blocks, start=1):
-        yield Place(block.cache_control, partial(_system_head, body, blocks[:end]))
+        yield BlockEnd(block.cache_control, partial(_system_head, body, blocks[:end]))
     if isinstance(body.system, str):
-        yield Place(None, lambda: replace(body, messages=[NEXT]))
+        yield BlockEnd(None, lambda: replace(body, messages=[NEXT]))
 
 
 def _system_head(body: CountRequest, blocks: list[SystemBlock]) -> CountRequest:
     return replace(body, system=blocks, messages=[NEXT])
 
 
-def _in_messages(body: CountRequest) -> Iterator[Place]:
+def _in_messages(body: CountRequest) -> Iterator[BlockEnd]:
     for index, message in enumerate(body.messages):
         if isinstance(message.content, str):
-            yield Place(None, partial(_message_head, body, index, message))
+            yield BlockEnd(None, partial(_message_head, body, index, message))
             continue
         for end, block in enumerate(message.content, start=1):
             cut = partial(_cut_head, body, index, end)
-            yield Place(_control(block), cut)
+            yield BlockEnd(_control(block), cut)
 
 
 def _cut_head(body: CountRequest, index: int, end: int) -> CountRequest:

@@ -353,7 +353,7 @@ def _provided(block: OtherBlock, known: Known) -> Plain:
 
 
 def _said(blocks: Sequence[Block], known: Known) -> Plain:
-    """Return an assistant's message. Text that citations or calls had split is joined again."""
+    """Return an assistant's message. Its text blocks are joined: citations and calls split them."""
     words = "".join(block.text for block in _of(blocks, TextBlock))
     plain: Plain = {"role": "assistant", "content": words}
     thoughts = "".join(block.thinking for block in _of(blocks, ThinkingBlock))
@@ -370,7 +370,7 @@ def _said(blocks: Sequence[Block], known: Known) -> Plain:
 
 
 def _call(block: ToolUseBlock) -> Plain:
-    """Return a tool call. Arguments that were wrapped as text are unwrapped."""
+    """Return a tool call. Invalid arguments, which clients wrap in an object, are unwrapped."""
     text = _unparsed(block.input)
     arguments = plain_arguments(block.input) if text is None else text
     function = {"name": block.name, "arguments": arguments}
@@ -383,7 +383,7 @@ def _unparsed(given: object) -> str | None:
         case {"INVALID_JSON": str(text), **more} if not more:
             return text
         case {"__unparsedToolInput": {"raw": str(text), "len": int(size)}}:
-            # None if the client truncated the text
+            # If the sizes differ, the client truncated the text.
             return text if size in (len(text), len(text.encode())) else None
     return None
 

@@ -120,7 +120,7 @@ class MessageWriter(AnswerWriter[ChatAnswer]):
         return MessageDelta(delta=end, usage=self.usage(usage)), MessageStop()
 
     def _diagnosis(self) -> Free | None:
-        """Return ``diagnostics``: the reason for the cache miss. Call it after the first tokens."""
+        """Return ``diagnostics``: the cause of the cache miss, known from the first token on."""
         if self.previous_id is None:
             return None
         found = self.service.llm.explain(self.id, previous_id=self.previous_id)

@@ -71,10 +71,10 @@ class Database:
     """
 
     def __init__(self, folder: Path | None) -> None:
-        """Open the file. Raises `InvalidRequest` for a folder that cannot be used."""
+        """Check that the file in ``folder`` can be opened. Raises `InvalidRequest` if not."""
         self._folder = folder
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="foretoken-batches")
-        self._opened: list[sqlite3.Connection] = []  # at most one; the finalizer closes it
+        self._opened: list[sqlite3.Connection] = []  # at most one connection
         self._is_closed = False
         self._spare = Path()  # set when the database is opened
         self._finalize = weakref.finalize(self, _close, self._thread, self._opened)
@@ -91,7 +91,7 @@ class Database:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._connection()
         except Unavailable:
-            pass  # another server uses the file; this one can take over later
+            pass  # another server uses the file, and this one can open it later
         except (OSError, sqlite3.Error, ApiError) as error:
             reason = getattr(error, "strerror", None) or error
             message = f"batch_dir: {folder}: {reason}"

@@ -41,7 +41,7 @@ class BatchJobs:
         self._is_resumed = False
 
     async def resume(self) -> None:
-        """Resume the batches that an earlier server left unfinished, unless done already.
+        """Resume the batches that an earlier server left unfinished. Later calls do nothing.
 
         Raises `Unavailable` while the earlier server still uses the file.
         """

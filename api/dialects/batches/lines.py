@@ -34,9 +34,9 @@ from .bodies import InputLine, LineError, LineResponse, OutputLine
 logger = logging.getLogger(__name__)
 MAX_LINES = 50_000  # OpenAI's limit
 MAX_ERRORS = 100  # maximum number of errors reported for an input
-LOOK_SECONDS = 0.2  # interval between checks of interactive requests
-ALONE_SECONDS = 5.0  # after this time without interactive requests, batches use their full share
-SHARE_BESIDE_PEOPLE = 4  # divisor of the share of batches while interactive requests run
+POLL_SECONDS = 0.2  # interval between checks for interactive requests
+IDLE_SECONDS = 5.0  # after this time without interactive requests, batches use their full share
+INTERACTIVE_DIVISOR = 4  # while interactive requests run, batches use 1/4 of their share
 Dialects = Mapping[str, Dialect[Any]]
 Put = Callable[[OutputLine], Awaitable[None]]
 NumberedLine = tuple[int, bytes]
@@ -178,7 +178,7 @@ class LineRunner:
             while self._num_open >= self._num_places:
                 self._ended.clear()
                 with suppress(TimeoutError):
-                    async with asyncio.timeout(LOOK_SECONDS):
+                    async with asyncio.timeout(POLL_SECONDS):
                         await self._ended.wait()
             self._num_open += 1
 
@@ -192,8 +192,8 @@ class LineRunner:
             most = self._all_places()
         except Unavailable:
             return 0
-        is_alone = self._service.llm.seconds_alone >= ALONE_SECONDS
-        return most if is_alone else max(1, most // SHARE_BESIDE_PEOPLE)
+        is_idle = self._service.llm.seconds_alone >= IDLE_SECONDS
+        return most if is_idle else max(1, most // INTERACTIVE_DIVISOR)
 
     async def _answer(self, line: bytes, caller: bytes) -> OutputLine | None:
         """Return the answer to a line; None if the server shuts down before it is complete."""

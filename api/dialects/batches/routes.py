@@ -34,8 +34,8 @@ from .upload import reading
 
 logger = logging.getLogger(__name__)
 BINARY, FORM = "application/octet-stream", "multipart/form-data"
-KEPT = (404, 503)  # 503: another server still uses the batch folder
-SHARE = 8  # default share of the running requests: 1 / SHARE
+ERRORS = (404, 503)  # 503: another server still uses the batch folder
+SHARE_DIVISOR = 8  # by default, batches may use 1/8 of the requests that run at once
 decode_batch = decoder(CreateBatch)
 
 
@@ -53,7 +53,7 @@ class Batches:
 
         def num_places() -> int:
             most = service.llm.engine.limits.max_running
-            return service.settings.batch_running or max(1, most // SHARE)
+            return service.settings.batch_running or max(1, most // SHARE_DIVISOR)
 
         runner = LineRunner(service, dialects, num_places=num_places)
         self.jobs, self._is_kept = BatchJobs(self.store, dialects, runner), folder is not None
@@ -108,12 +108,12 @@ class FileRoutes(Endpoints):
         first, last = (data[0].id, data[-1].id) if data else (None, None)
         return JsonResponse(FileList(data=data, has_more=has_more, first_id=first, last_id=last))
 
-    @get("/v1/files/{id}", FileBody, errors=KEPT)
+    @get("/v1/files/{id}", FileBody, errors=ERRORS)
     async def retrieve(self, request: Request) -> Response:
         """Return a file, without its content."""
         return JsonResponse(await self._store.find(FileBody, caller(), request.path_params["id"]))
 
-    @get("/v1/files/{id}/content", media=BINARY, errors=KEPT)
+    @get("/v1/files/{id}/content", media=BINARY, errors=ERRORS)
     async def content(self, request: Request) -> Response:
         """Return the content of a file."""
         file = await self._store.find(FileBody, caller(), request.path_params["id"])
@@ -123,7 +123,7 @@ class FileRoutes(Endpoints):
             media_type="application/octet-stream",
         )
 
-    @delete("/v1/files/{id}", FileDeleted, errors=(*KEPT, 507))
+    @delete("/v1/files/{id}", FileDeleted, errors=(*ERRORS, 507))
     async def delete(self, request: Request) -> Response:
         """Delete a file."""
         file_id = request.path_params["id"]
@@ -155,13 +155,13 @@ class BatchRoutes(Endpoints):
         first, last = (data[0].id, data[-1].id) if data else (None, None)
         return JsonResponse(BatchList(data=data, has_more=has_more, first_id=first, last_id=last))
 
-    @get("/v1/batches/{id}", BatchBody, errors=KEPT)
+    @get("/v1/batches/{id}", BatchBody, errors=ERRORS)
     async def retrieve(self, request: Request) -> Response:
         """Return a batch: its status and how many of its requests were answered."""
         await self._jobs.resume()
         return JsonResponse(await self._store.find(BatchBody, caller(), request.path_params["id"]))
 
-    @post("/v1/batches/{id}/cancel", BatchBody, errors=KEPT)
+    @post("/v1/batches/{id}/cancel", BatchBody, errors=ERRORS)
     async def cancel(self, request: Request) -> Response:
         """Cancel a batch. Its answers are kept."""
         await self._jobs.resume()

@@ -18,7 +18,7 @@ from .bodies import BatchBody, Counts, FileBody, LineError, LineErrors, OutputLi
 from .database import Database, Job
 
 PIECE_BYTES = 2**16
-READ_PIECES = 16  # pieces per read
+READ_PIECES = 16  # number of pieces of a file that one query reads
 NEVER = 2**62  # later than any Unix time
 T = TypeVar("T", FileBody, BatchBody)
 
@@ -63,7 +63,7 @@ class BatchStore:
 
     @contextmanager
     def arriving(self) -> Iterator[_Arrival]:
-        """Yield a counter of the bytes of an upload. They count against the limit on all files."""
+        """Yield a counter of an upload's bytes, which count toward the limit on all files."""
         arrival = _Arrival(self)
         try:
             yield arrival
@@ -322,7 +322,9 @@ class _Arrival:
         self._store = store
 
     def count(self, num_bytes: int, room: int) -> None:
-        """Count received bytes. Raises `ApiError` 413 if all current uploads exceed ``room``."""
+        """Count received bytes. Raises `ApiError` 413 if the current uploads together have more
+        than ``room`` bytes.
+        """
         self.num_bytes += num_bytes
         self._store._num_arriving += num_bytes
         if self._store._num_arriving > room:

@@ -42,10 +42,10 @@ class _Form(MultiPartParser):
     """A form parser that detects truncated forms."""
 
     spool_max_size = MEMORY_BYTES
-    is_whole = False
+    is_complete = False
 
     def on_end(self) -> None:
-        self.is_whole = True
+        self.is_complete = True
 
 
 @asynccontextmanager
@@ -68,7 +68,7 @@ async def reading(request: Request, limits: Limits, store: BatchStore) -> AsyncI
                 async for part in parts:
                     arrival.count(len(part), room)
                     yield part
-            if not parser.is_whole:
+            if not parser.is_complete:
                 raise MultiPartException("the final boundary is missing")
 
         parser = _Form(

@@ -156,11 +156,11 @@ class GenerateBody(GeminiStruct, kw_only=True):
     tool_config: ToolConfig | None = None
     generation_config: GenerationConfig | None = None
     cached_content: Empty = None  # a resource of Google's API; prefixes are cached without one
-    # extensions
+    # extensions of Google's API
     cache_salt: Salt | None = None
     speculation: Speculation | None = None
     deadline_ms: Milliseconds | None = None
-    # set from the path
+    # set from the path of the request
     model: str | None = None
     stream: bool | None = None
 
@@ -186,7 +186,7 @@ def gemini_decoder(body_type: type[T]) -> Callable[[bytes], T]:
         try:
             plain = msgspec.json.decode(data)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError):
-            return decode(data)  # raises the proper error
+            return decode(data)  # raises the error of invalid JSON
         return decode(msgspec.json.encode(_camel(plain, kind)))
 
     return read

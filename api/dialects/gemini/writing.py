@@ -58,7 +58,7 @@ class CandidateWriter(AnswerWriter[ChatAnswer]):
         return self._body(candidates, self._usage(answer.usage))
 
     def begin(self, answer: ChatAnswer) -> Iterable[bytes]:
-        """Keep access to the usage, which the last event reports. Return no events."""
+        """Return no events. The last event will report the answer's usage."""
         self._usage_so_far = lambda: answer.usage
         return ()
 

@@ -48,10 +48,10 @@ class Options(RefusedSampling, kw_only=True):
     repeat_penalty: RepetitionPenalty | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    # extensions
+    # extensions of Ollama's API
     speculation: Speculation | None = None
     cache_salt: Salt | None = None
-    # aliases
+    # aliases of other fields
     max_tokens: Annotated[int | None, SameAs("num_predict")] = None
     n_predict: Annotated[int | None, SameAs("num_predict")] = None
     repetition_penalty: Annotated[RepetitionPenalty | None, SameAs("repeat_penalty")] = None
@@ -66,7 +66,7 @@ class OllamaBody(Struct, kw_only=True):
     options: Options | None = None
     think: Think | None = None
     keep_alive: KeepAlive | None = None  # ignored: the model always stays loaded
-    deadline_ms: Milliseconds | None = None  # an extension
+    deadline_ms: Milliseconds | None = None  # an extension of Ollama's API
     # recognised but not supported
     logprobs: Off = None
     top_logprobs: Zero = None
@@ -119,7 +119,7 @@ class OllamaGenerateBody(OllamaBody, kw_only=True):
 class OllamaEmbedOptions(Struct, kw_only=True):
     """``options`` of the embedding routes. Hardware options are ignored."""
 
-    cache_salt: Salt | None = None  # an extension
+    cache_salt: Salt | None = None  # an extension of Ollama's API
 
 
 class OllamaPooledBody(Struct, kw_only=True):
@@ -129,7 +129,7 @@ class OllamaPooledBody(Struct, kw_only=True):
     stream: bool | None = None  # ignored: the answer is sent in one piece
     options: OllamaEmbedOptions | None = None
     keep_alive: KeepAlive | None = None  # ignored: the model always stays loaded
-    deadline_ms: Milliseconds | None = None  # an extension
+    deadline_ms: Milliseconds | None = None  # an extension of Ollama's API
 
 
 class OllamaEmbedBody(OllamaPooledBody, kw_only=True):

@@ -128,13 +128,13 @@ class OllamaModels(Endpoints):
 
     async def _read(self) -> None:
         if not self._files[1]:
-            self._report, self._files = await asyncio.to_thread(self._look)
+            self._report, self._files = await asyncio.to_thread(self._inspect)
 
-    def _look(self) -> tuple[ModelReport | None, tuple[int, str]]:
-        """Return a report of the model, the size of its files and the time of its folder.
+    def _inspect(self) -> tuple[ModelReport | None, tuple[int, str]]:
+        """Return a report of the model, the size of its weights and its modification time.
 
         A front, which passes requests on to replicas, may not have the files. Without them, the
-        report is None and the size is 0.
+        report is None, the size is 0 bytes, and the time is the present one.
         """
         from ....core.model.report import inspect_model, weight_files  # imports torch
 

@@ -23,7 +23,7 @@ class PromptDetails(Struct, kw_only=True):
     loaded_tokens: int  # cached tokens that were loaded from a tier outside the KV pool
     cache_write_tokens: int
     image_tokens: int | UnsetType = UNSET  # only for prompts with images
-    spliced_tokens: int  # taken from the ids of earlier answers, not encoded from text
+    spliced_tokens: int  # tokens that are original ids of earlier answers, not encoded text
     normalized: list[str] | UnsetType = UNSET  # --normalize rules that changed the prompt
 
 
@@ -43,13 +43,14 @@ class UsageBody(Struct, kw_only=True):
     prompt_tokens_details: PromptDetails
     completion_tokens_details: CompletionDetails
     closed_early: bool  # structured output was closed early to fit into the token limit
-    moves: int  # times the request moved to another replica because its own was lost
+    moves: int  # number of times the request moved to another replica after its own was lost
     # tokens of the answer whose KV was evicted (--kv-evict)
     evicted_tokens: int | UnsetType = UNSET
     speculation: SpeculationUsage
     cost: float | UnsetType = UNSET  # only with --prices
-    cache_explanation: Free | UnsetType = UNSET  # if requested and known
-    cache_explanations: list[Free | None] | UnsetType = UNSET  # for several prompts
+    cache_explanation: Free | UnsetType = UNSET  # the cause of a cache miss, if requested
+    # one explanation per prompt, if a request has several
+    cache_explanations: list[Free | None] | UnsetType = UNSET
 
 
 class SpeculationMetrics(Struct, kw_only=True):
@@ -58,7 +59,7 @@ class SpeculationMetrics(Struct, kw_only=True):
     ``num_spec_tokens``: the draft depth if it is fixed, else the most tokens accepted in a step.
     """
 
-    mean_acceptance_length: float  # tokens per step: the accepted ones and the target's own
+    mean_acceptance_length: float  # accepted tokens per step, plus the target's own token
     draft_acceptance_rate: float
     acceptance_histogram: list[int]  # number of steps by number of accepted draft tokens
     num_spec_steps: int
@@ -141,7 +142,7 @@ class MessageBody(Struct, kw_only=True):
     refusal: str | None = None
     reasoning_content: str | UnsetType = UNSET
     tool_calls: list[CallBody] | UnsetType = UNSET
-    # if requested: token ids to send back with the message in the next request
+    # only sent if requested: token ids that the client sends back with the message later
     token_ids: list[int] | UnsetType = UNSET
 
 
@@ -153,7 +154,7 @@ class DeltaBody(Struct, kw_only=True):
     content: str | UnsetType = UNSET
     # never empty, since clients test whether it is present
     tool_calls: list[CallBody] | UnsetType = UNSET
-    # if requested: ids of the whole message, in its last delta
+    # ids of the whole message in its last delta, only sent if requested
     token_ids: list[int] | UnsetType = UNSET
 
 
@@ -165,7 +166,7 @@ class ChatChoiceBody(Struct, kw_only=True):
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None
     stop_reason: int | str | None = None
-    token_ids: list[int] | UnsetType = UNSET  # if requested: all generated tokens
+    token_ids: list[int] | UnsetType = UNSET  # all generated tokens, only sent if requested
 
 
 class ChunkChoiceBody(Struct, kw_only=True):
@@ -177,7 +178,7 @@ class ChunkChoiceBody(Struct, kw_only=True):
     finish_reason: str | None = None
     stop_reason: int | str | UnsetType = UNSET
     token_sources: list[TokenPiece] | UnsetType = UNSET  # if requested: the source of each token
-    token_ids: list[int] | UnsetType = UNSET  # if requested: tokens generated in this step
+    token_ids: list[int] | UnsetType = UNSET  # tokens of this step, only sent if requested
 
 
 class TextChoiceBody(Struct, kw_only=True):
@@ -188,8 +189,8 @@ class TextChoiceBody(Struct, kw_only=True):
     logprobs: TextLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | UnsetType | None = UNSET
-    token_ids: list[int] | UnsetType = UNSET  # if requested: generated tokens
-    prompt_token_ids: list[int] | UnsetType = UNSET  # if requested; in a stream only once
+    token_ids: list[int] | UnsetType = UNSET  # generated tokens, only sent if requested
+    prompt_token_ids: list[int] | UnsetType = UNSET  # only sent if requested, once in a stream
 
 
 class AnswerHead(Struct, kw_only=True):
@@ -207,9 +208,9 @@ class ChatBody(AnswerHead, kw_only=True):
 
     choices: list[ChatChoiceBody]
     usage: UsageBody
-    metrics: MetricsBody | UnsetType = UNSET  # for a single answer with drafts
-    prompt_token_ids: list[int] | UnsetType = UNSET  # if requested
-    kv_transfer_params: Free | UnsetType = UNSET  # for a prompt that another server continues
+    metrics: MetricsBody | UnsetType = UNSET  # only if a single answer was requested, with drafts
+    prompt_token_ids: list[int] | UnsetType = UNSET  # token ids of the prompt, only if requested
+    kv_transfer_params: Free | UnsetType = UNSET  # only if another server continues the prompt
 
 
 class ChunkBody(AnswerHead, kw_only=True):
@@ -218,7 +219,7 @@ class ChunkBody(AnswerHead, kw_only=True):
     choices: list[ChunkChoiceBody]
     usage: UsageBody | UnsetType | None = UNSET
     metrics: MetricsBody | UnsetType = UNSET  # only in the chunk with the final usage
-    prompt_token_ids: list[int] | UnsetType = UNSET  # if requested: in the first chunk
+    prompt_token_ids: list[int] | UnsetType = UNSET  # only in the first chunk, if requested
 
 
 class TextBody(AnswerHead, kw_only=True):
@@ -226,6 +227,6 @@ class TextBody(AnswerHead, kw_only=True):
 
     choices: list[TextChoiceBody]
     usage: UsageBody | UnsetType | None = UNSET
-    # for a single answer with drafts; in a stream at the end
+    # only if a single answer was requested, with drafts; in the last event of a stream
     metrics: MetricsBody | UnsetType = UNSET
-    kv_transfer_params: Free | UnsetType = UNSET  # for a prompt that another server continues
+    kv_transfer_params: Free | UnsetType = UNSET  # only if another server continues the prompt

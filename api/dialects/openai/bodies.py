@@ -37,7 +37,7 @@ class StreamOptions(Struct):
     """``stream_options``."""
 
     include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None  # an extension: usage so far in every chunk
+    continuous_usage_stats: bool | None = None  # an extension: report the usage in every chunk
 
 
 Tokens = Annotated[int, Meta(ge=-2)]
@@ -51,7 +51,7 @@ class OpenAISampling(Sampling, kw_only=True):
     stop: Stop | None = None
     max_tokens: Positive | None = None
     kv_transfer_params: dict[str, Any] | None = None  # an extension, in vLLM's form
-    # aliases
+    # aliases of other fields
     max_output_tokens: Annotated[Positive | None, SameAs("max_tokens")] = None
     max_new_tokens: Annotated[Positive | None, SameAs("max_tokens")] = None
     n_predict: Annotated[Tokens | None, SameAs("max_tokens", -1, -2)] = None
@@ -59,14 +59,14 @@ class OpenAISampling(Sampling, kw_only=True):
 
 
 class ImageUrl(Struct):
-    """``image_url``: a data URL, or a file of --media-dir. ``detail`` "low" uses fewer tokens."""
+    """``image_url``: a data URL, or a file in --media-dir. ``detail`` "low" uses fewer tokens."""
 
     url: str
     detail: Detail | None = None
 
 
 class NamedImage(ImageUrl, kw_only=True):
-    """An image. Errors name its field ``param`` in the body, instead of its place in a message."""
+    """An image. Errors name the body's field ``param``, not the image's index in a message."""
 
     param: str
 
@@ -102,7 +102,7 @@ class Message(Struct, kw_only=True):
     tool_call_id: str | None = None
     function_call: dict[str, Any] | None = None  # the older form of ``tool_calls``
     reasoning_content: str | None = None
-    # extension: token ids of an answer, which are rendered in place of its text
+    # an extension of OpenAI's API: token ids of an answer, rendered in place of its text
     token_ids: TokenIds | None = None
 
 
@@ -162,13 +162,13 @@ class CompletionRequest(OpenAISampling, kw_only=True):
     prompt: str | list[str | int | list[int]]
     max_tokens: Count | None = None  # with ``echo``, 0 means to compute only the prompt
     max_completion_tokens: Annotated[Count | None, SameAs("max_tokens")] = None
-    prediction: Prediction | Guess | None = None  # an extension
+    prediction: Prediction | Guess | None = None  # an extension of this route
     echo: bool | None = None
     logprobs: NumTop | None = None
     best_of: int | None = None
     response_format: ResponseFormat | None = None
     add_special_tokens: bool | None = None
-    # only for conversations
+    # rejected, since only conversations can have tools
     tools: Empty = None
     tool_choice: Annotated[Any, Refused("none", "auto")] = None
 

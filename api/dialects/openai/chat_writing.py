@@ -52,10 +52,10 @@ class ChatWriter(Writer[ChatAnswer, ChatChoiceBody, ChunkChoiceBody]):
 
     def __init__(self, service: Service, head: Head, body: ChatRequest) -> None:
         super().__init__(service, head, body)
-        self._tells_sources = bool(body.token_sources)
+        self._reports_sources = bool(body.token_sources)
         self._returns_ids = bool(body.return_token_ids)
         self._custom = {tool.custom.name for tool in body.tools or () if tool.custom is not None}
-        self._inputs: dict[tuple[int, int], InputReader] = {}  # by choice and call
+        self._inputs: dict[tuple[int, int], InputReader] = {}  # by choice index and call index
         self._pieces: defaultdict[int, TokenPieces] = defaultdict(  # pieces by choice
             lambda: TokenPieces(service.llm.tokenizer, service.chat.syntax.thinking)
         )
@@ -118,7 +118,7 @@ class ChatWriter(Writer[ChatAnswer, ChatChoiceBody, ChunkChoiceBody]):
         """Yield the first chunk of each choice in order, since clients number choices by
         arrival.
         """
-        self.follow(lambda: answer.usage)
+        self.set_usage(lambda: answer.usage)
         yield self._first(answer)
         for index in range(1, answer.num_choices):
             yield self.opening(index)
@@ -132,10 +132,10 @@ class ChatWriter(Writer[ChatAnswer, ChatChoiceBody, ChunkChoiceBody]):
 
     def write(self, delta: TextDelta) -> list[bytes]:
         """Return the chunks of a delta: one for its content, one for the end of the choice."""
-        self.tell(delta)
+        self.count_sent(delta)
         chunks = []
         content = self._delta_body(delta)
-        pieces = self._pieces[delta.index] if self._tells_sources else None
+        pieces = self._pieces[delta.index] if self._reports_sources else None
         if pieces is not None:
             pieces.hold(delta)
         logprobs = self._logprobs(delta.logprobs) if delta.logprobs else None

@@ -49,7 +49,8 @@ async def handing_over(
 ) -> Reply:
     """Open a reply. If another server continues the prompt, the answer has ``kv_transfer_params``.
 
-    Raises the errors of ``open_reply``, and `ApiError` 503 while no such prompt can be accepted.
+    Raises the errors of ``open_reply``, and `ApiError` 503 if the server cannot compute more
+    prompts for other servers now.
     """
     transfers = service.llm.built.transfers
     if transfers is None or not transfers.is_prefill(transfer):
@@ -61,7 +62,7 @@ async def handing_over(
 
 
 class PrefillReply(Reply):
-    """The answer to a prompt that another server continues. It names where to read the KV pages."""
+    """The answer to a prompt that another server continues, with the location of its KV pages."""
 
     def __init__(self, reply: AnswerReply[Any], transfers: TransferParams) -> None:
         self._reply, self._transfers = reply, transfers
@@ -81,7 +82,9 @@ class PrefillReply(Reply):
         return self._reply.events()
 
     def close(self) -> None:
-        """Abort the request if it runs. Free its KV pages unless the answer has named them."""
+        """Abort the request if it still runs. Free its KV pages unless they were offered to the
+        other server.
+        """
         self._reply.close()
         if not self._is_answered:
             self._transfers.drop(self._reply.request)

@@ -71,7 +71,7 @@ class ChatRoute(Dialect[ChatRequest]):
         return chat
 
     def rename(self, error: InvalidRequest, body: ChatRequest) -> None:
-        """Rename the field json_schema in an error to response_format if the body has that."""
+        """Rename json_schema in an error to response_format if the body has this field."""
         if error.param == "json_schema" and body.response_format is not None:
             error.param = "response_format"
 

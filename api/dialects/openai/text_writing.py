@@ -18,7 +18,7 @@ from .writing import Head, Writer, finite, reason_body, token_name
 
 
 def echo_ids(tokenizer: Tokenizer, token_ids: Sequence[int], added_ids: Sequence[int]) -> str:
-    """Return the text of prompt token ids, without special tokens ``added_ids`` at the start."""
+    """Return the text of a prompt's token ids. ``added_ids`` are left out at its start."""
     count = len(added_ids)
     start = count if list(token_ids[:count]) == list(added_ids) else 0
     return tokenizer.decode(token_ids[start:], skip_special_tokens=False)
@@ -33,7 +33,7 @@ def echo_offsets(tokenizer: Tokenizer, token_ids: Sequence[int], echoed: str) ->
     offset = 0
     for token_id in token_ids:
         yield min(offset, len(echoed))
-        piece = detokenizer.push(token_id)
+        piece = detokenizer.decode(token_id)
         if token_id in tokenizer.special_ids:
             name = token_name(tokenizer, token_id)
             piece += name if echoed.startswith(name, offset + len(piece)) else ""
@@ -81,7 +81,7 @@ class LegacyLogprobs:
         if in_prompt is not None:
             return in_prompt
         offset = self._offset
-        self._offset += len(self._detokenizer.push(token_id))
+        self._offset += len(self._detokenizer.decode(token_id))
         return offset
 
 
@@ -163,7 +163,7 @@ class CompletionWriter(Writer[Answers, TextChoiceBody, TextChoiceBody]):
 
     def begin(self, answer: Answers) -> Iterator[bytes]:
         """Yield the chunks with echoed prompts, unless log-probabilities must be sent with them."""
-        self.follow(lambda: answer.usage)
+        self.set_usage(lambda: answer.usage)
         self._states = [
             _ChoiceWriter(self, each, self._lead(prompt_index) if self._wants_logprobs else None)
             for prompt_index, each in enumerate(answer.all)
@@ -194,7 +194,7 @@ class _ChoiceWriter:
 
     def chunks(self, delta: TextDelta) -> Iterator[bytes]:
         """Yield the chunk of a delta; none if the delta is empty."""
-        self._writer.tell(delta)
+        self._writer.count_sent(delta)
         if self._lead:
             self._lead += delta.prompt_logprobs
         if not delta.token_ids and delta.finish_reason is None:

@@ -1,7 +1,7 @@
 """``token_sources``: the draft source of each token, and the part of the answer it belongs to.
 
 The parser of an answer works on text, not on tokens. The text that it emits is located in the text
-of the tokens, so that a mark such as ``<think>`` is never reported as text.
+of the tokens, so that a delimiter such as ``<think>`` is never reported as text.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ class TokenPieces:
     """Computes ``token_sources`` of one choice: text, draft source and channel of each token.
 
     The texts in the channels "reasoning" and "content" add up to these parts of the answer. A call
-    is reported as the model wrote it, in the channel "tool". A token without visible text (a mark,
-    an end token, a part of a character) has the text "". The source of the target model's own
-    tokens is "". The source is None if the text is the rest of a token that an earlier piece
-    reported.
+    is reported as the model wrote it, in the channel "tool". A token without visible text (a
+    delimiter, an end token, a part of a character) has the text "". The source of the target
+    model's own tokens is "". The source is None if the text is the rest of a token that an earlier
+    piece reported.
     """
 
     def __init__(self, tokenizer: Tokenizer, thinking: Thinking | None) -> None:
         self._tokenizer = tokenizer
         marks = ("", "") if thinking is None else (thinking.begin, thinking.end)
-        self._marks = {"reasoning": marks[0], "content": marks[1]}  # mark that begins each channel
+        self._marks = {"reasoning": marks[0], "content": marks[1]}  # delimiter before a channel
         self._decoder = getincrementaldecoder("utf-8")("replace")
         self._raw = ""  # text of tokens not reported yet
         # number of characters and source per token
@@ -68,12 +68,17 @@ class TokenPieces:
         return self._take(at, is_shown=False) + self._take(len(text))
 
     def _find(self, text: str, mark: str) -> int:
-        """Return the index of a text, searched after the mark if there is one; -1 if not found."""
+        """Return the index of ``text`` in the unreported text, after ``mark`` if it occurs there.
+
+        Return -1 if it is not found.
+        """
         at = self._raw.find(mark)
         return self._raw.find(text, at + len(mark) if at >= 0 else 0)
 
     def _take(self, count: int, *, is_shown: bool = True) -> list[TokenPiece]:
-        """Return the tokens of ``count`` characters, and the tokens without text after them."""
+        """Remove and return the next tokens with ``count`` characters in all, and the tokens
+        without text that follow.
+        """
         pieces: list[TokenPiece] = []
         while self._tokens and (count or not self._tokens[0][0]):
             length, source = self._tokens.popleft()

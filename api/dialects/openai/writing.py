@@ -87,7 +87,10 @@ def usage_body(usage: Usage, cost: float | UnsetType = UNSET) -> UsageBody:
 
 
 def metrics_body(usage: Usage, depth: object) -> MetricsBody | UnsetType:
-    """Return ``metrics`` of an answer; UNSET without drafts. ``depth``: draft depth if fixed."""
+    """Return ``metrics`` of an answer; UNSET without drafts.
+
+    ``depth``: the requested draft depth, if it is a number.
+    """
     steps = usage.draft_steps
     if not steps:
         return UNSET
@@ -182,10 +185,10 @@ class Writer(AnswerWriter[A], Generic[A, C, D]):
         self._head = head
         options = body.stream_options
         self._include_usage = bool(options and options.include_usage)
-        # whether every chunk has a usage
-        self._tells_usage = bool(options and options.continuous_usage_stats)
+        # whether every chunk reports the usage
+        self._reports_usage = bool(options and options.continuous_usage_stats)
         self._usage_so_far: Callable[[], Usage] = Usage
-        self._num_told = 0  # number of tokens sent so far
+        self._num_sent = 0  # number of tokens sent so far
         given = body.speculation
         self._depth = service.llm.built.settings.get("speculation") if given is None else given
         self._explains = bool(body.explain_cache)
@@ -212,13 +215,13 @@ class Writer(AnswerWriter[A], Generic[A, C, D]):
         """Return ``metrics``; UNSET unless there is a single answer."""
         return metrics_body(usage, self._depth) if num_answers == 1 else UNSET
 
-    def follow(self, usage: Callable[[], Usage]) -> None:
+    def set_usage(self, usage: Callable[[], Usage]) -> None:
         """Set the function that returns the usage so far, which chunks may report."""
         self._usage_so_far = usage
 
-    def tell(self, delta: TextDelta) -> None:
+    def count_sent(self, delta: TextDelta) -> None:
         """Add the tokens of a delta to the number of tokens sent so far."""
-        self._num_told += len(delta.token_ids)
+        self._num_sent += len(delta.token_ids)
 
     def chunk(self, choice: D) -> bytes:
         """Return a chunk with one choice."""
@@ -227,8 +230,8 @@ class Writer(AnswerWriter[A], Generic[A, C, D]):
     def event(self, choices: list[D], **more: object) -> bytes:
         """Return a chunk with these choices. ``more``: other fields of the chunk."""
         usage = None
-        if self._tells_usage:  # counts the tokens sent; the engine may have computed more
-            so_far = replace(self._usage_so_far(), completion_tokens=self._num_told)
+        if self._reports_usage:  # The engine may have computed more tokens than were sent.
+            so_far = replace(self._usage_so_far(), completion_tokens=self._num_sent)
             usage = usage_body(so_far, self._service.cost(so_far))
         return self._event(choices, usage, **more)
 
@@ -264,7 +267,7 @@ class Writer(AnswerWriter[A], Generic[A, C, D]):
     def _event(self, choices: list[D], usage: UsageBody | None, **more: object) -> bytes:
         chunk = self._chunk
         chunk.choices = choices
-        if self._include_usage or self._tells_usage:
+        if self._include_usage or self._reports_usage:
             chunk.usage = usage
         return event(msgspec.structs.replace(chunk, **more) if more else chunk)
 

@@ -25,12 +25,12 @@ class PooledRequest(Struct, kw_only=True):
 
     model: str | None = None
     stream: bool | None = None  # ignored: the answer is sent in one piece
-    # extensions
+    # extensions of OpenAI's API
     cache_salt: Salt | None = None
     priority: int | None = None
     deadline_ms: Milliseconds | None = None
     cache: CacheSpec | None = None
-    # fields of other servers
+    # fields that other servers accept
     extra_key: Annotated[Salt | None, SameAs("cache_salt")] = None
     truncate_prompt_tokens: Absent = None
     max_tokens_per_doc: Absent = None
@@ -106,7 +106,7 @@ class ScoreRequest(PooledRequest, kw_only=True):
     text_1: OneOrMore | None = None
     text_2: OneOrMore | None = None
     instruct: str | None = None
-    # aliases
+    # aliases of other fields
     queries: Annotated[OneOrMore | None, SameAs("query")] = None
     items: Annotated[OneOrMore | None, SameAs("documents")] = None
     data_1: Annotated[OneOrMore | None, SameAs("text_1")] = None

@@ -108,11 +108,11 @@ class ResponseUsage(Struct, kw_only=True):
     output_tokens_details: OutputDetails
     total_tokens: int
     closed_early: bool  # structured output was ended early to fit the token limit
-    moves: int  # times the request moved to another replica because its own was lost
+    moves: int  # number of times the request moved to another replica after its own was lost
     evicted_tokens: int | UnsetType = UNSET  # answer tokens whose KV was evicted (--kv-evict)
     speculation: SpeculationUsage
     cost: float | UnsetType = UNSET  # only with --prices
-    cache_explanation: Free | UnsetType = UNSET  # if requested and known
+    cache_explanation: Free | UnsetType = UNSET  # the cause of a cache miss, if requested
 
 
 class ResponseError(Struct, kw_only=True):
@@ -166,7 +166,7 @@ class ResponseBody(Struct, kw_only=True):
     store: bool = True
     tool_choice: Literal["none", "auto", "required"] | FlatChoice = "auto"
     user: str | None = None
-    # effective values, which may differ from the request
+    # effective values of parameters, which may differ from those in the request
     parallel_tool_calls: bool = True
     service_tier: str = "default"
     temperature: float = 1.0

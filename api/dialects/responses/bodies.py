@@ -57,7 +57,7 @@ class ItemPart(Struct, kw_only=True, omit_defaults=True):
     )
     type: str
     text: str | None = None
-    image_url: str | None = None  # a data URL, or a file of --media-dir
+    image_url: str | None = None  # a data URL, or a file in --media-dir
     detail: Detail | None = None
     refusal: str | None = None
     file_data: str | None = None  # a data URL
@@ -81,7 +81,7 @@ class Item(Struct, kw_only=True, omit_defaults=True):
          "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output",
          "tool_search_call", "tool_search_output"}
     )  # fmt: skip
-    type: str | None = None  # missing: a message, or a reference if there is only an id
+    type: str | None = None  # default: message, or a reference if only an id is given
     id: str | None = None
     status: str | None = None
     role: str | None = None
@@ -93,7 +93,7 @@ class Item(Struct, kw_only=True, omit_defaults=True):
     content: Any = None
     arguments: Any = None
     input: Any = None  # input of a custom tool's call
-    action: Any = None  # payloads of calls with other types: ``action``, ``operation`` and ``code``
+    action: Any = None  # like ``operation`` and ``code``: the payload of another call type
     operation: Any = None
     code: Any = None
     output: Any = None
@@ -178,11 +178,11 @@ class ResponsesRequest(OpenAISampling, kw_only=True):
     metadata: Metadata | None = None
     user: str | None = None
     safety_identifier: str | None = None
-    # extensions
+    # extensions of OpenAI's API
     prediction: Prediction | Guess | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     enable_thinking: bool | None = None
-    # aliases
+    # aliases of other fields
     max_completion_tokens: Annotated[Positive | None, SameAs("max_output_tokens")] = None
     # recognised but not supported
     background: Off = None

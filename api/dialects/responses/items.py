@@ -105,7 +105,7 @@ class _Thread:
             case "agent_message":
                 self._close(_of_agent(item, path))
             case "additional_tools":
-                pass  # read together with the other tools
+                pass  # `read_tools` reads these items
             case "tool_search_output":
                 self._add_result(item, path, found_text(item.tools or ()))
             case _ if kind in HOSTED_CALLS:
@@ -203,7 +203,7 @@ def _reasoning_text(item: Item, path: str) -> str:
 def _output(output: object, path: str) -> str | list[ContentPart]:
     """Return the result of a call: text, parts, or another value as JSON."""
     if isinstance(output, dict) and isinstance(output.get("image_url"), str):
-        output = [{**output, "type": "input_image"}]  # a screenshot
+        output = [{**output, "type": "input_image"}]  # the output of a computer call
     is_parts = isinstance(output, list) and all(
         isinstance(part, ItemPart) or (isinstance(part, dict) and isinstance(part.get("type"), str))
         for part in output

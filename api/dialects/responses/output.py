@@ -250,7 +250,7 @@ class Output:
     def __init__(self, spell: Spell, served: Mapping[str, ServedTool] = NO_TOOLS) -> None:
         self._segments = Segments()
         self._builders: list[ItemBuilder] = []
-        self._served = served  # tools by the names that the model uses
+        self._served = served  # tools by the name that the model calls them by
         self.num_reasoning_tokens = 0
         self._spell = spell
 
@@ -267,9 +267,9 @@ class Output:
             self.num_reasoning_tokens += len(delta.token_ids)
         return self._events(self._segments.take(delta))
 
-    def end(self, *, is_whole: bool) -> list[Event]:
+    def end(self, *, is_complete: bool) -> list[Event]:
         """Return the last events. An answer without text and calls gets an empty message."""
-        return self._events(self._segments.end(is_whole=is_whole, needs_text=is_whole))
+        return self._events(self._segments.end(is_complete=is_complete, needs_text=is_complete))
 
     def _events(self, changes: Sequence[Change]) -> list[Event]:
         return [event for change in changes for event in self._events_of(change)]
@@ -284,8 +284,8 @@ class Output:
                 if isinstance(builder, MessageBuilder):
                     return builder.add(text, self._spell(logprobs))
                 return builder.add(text)
-            case Close(segment, is_whole):
-                status: Status = "completed" if is_whole else "incomplete"
+            case Close(segment, is_complete):
+                status: Status = "completed" if is_complete else "incomplete"
                 return self._builders[segment.index].closing(status)
 
     def _builder(self, segment: Segment) -> ItemBuilder:

@@ -185,7 +185,7 @@ class KeptResponses(Endpoints):
         errors=(404,),
     )
     async def input_items(self, request: Request) -> Response:
-        """Return the input items of a stored response, page by page; newest first by default."""
+        """Return one page of a stored response's input items, newest first by default."""
         owner, response_id = _named(request)
         items = self.store.inputs(owner, response_id)
         if items is None:

@@ -23,7 +23,7 @@ MAX_BYTES = 64 * 2**20
 MAX_SECONDS = 3600.0  # seconds since the last use
 OVERHEAD = 1024  # approximate bytes per response, without its texts
 ITEM_BYTES = 256  # approximate bytes of the index entry of an item
-Place = tuple[Owner, str]
+Key = tuple[Owner, str]
 _decode_items = msgspec.json.Decoder(list[Item]).decode
 
 
@@ -59,7 +59,7 @@ class Kept:
 
 
 class ResponseStore:
-    """Recent responses by owner and id. `Shares` decides which one is dropped first.
+    """Recent responses by owner and id, in a bounded memory that `Shares` divides among owners.
 
     Using a response also counts as using the responses before it, which are needed to continue it.
     A single response is kept even if it exceeds ``max_bytes``. A response that was not used for
@@ -76,10 +76,10 @@ class ResponseStore:
     ) -> None:
         self._clock, self._max_seconds = clock, max_seconds
         # time of the last use; least recently used first
-        self._used: OrderedDict[Place, float] = OrderedDict()
-        self._kept: dict[Place, Kept] = {}
-        self._places: dict[Place, str] = {}  # response id by item id
-        self._shares: Shares[Place] = Shares(max_bytes, max_responses)
+        self._used: OrderedDict[Key, float] = OrderedDict()
+        self._kept: dict[Key, Kept] = {}
+        self._ids_by_item: dict[Key, str] = {}  # response id by item id
+        self._shares: Shares[Key] = Shares(max_bytes, max_responses)
 
     @property
     def num_bytes(self) -> int:
@@ -122,7 +122,7 @@ class ResponseStore:
         self._kept[owner, response_id] = kept
         self._shares.add(owner, (owner, response_id), kept.num_bytes)
         for item_id in kept.item_ids:
-            self._places[owner, item_id] = response_id
+            self._ids_by_item[owner, item_id] = response_id
         self._touch(owner, response_id)
         self._shrink()
 
@@ -142,8 +142,8 @@ class ResponseStore:
         self._shares.remove((owner, response_id))
         self._used.pop((owner, response_id), None)
         for item_id in kept.item_ids:
-            if self._places.get((owner, item_id)) == response_id:
-                del self._places[owner, item_id]
+            if self._ids_by_item.get((owner, item_id)) == response_id:
+                del self._ids_by_item[owner, item_id]
         return True
 
     def history(self, owner: Owner, response_id: str) -> list[Item]:
@@ -176,7 +176,7 @@ class ResponseStore:
     def item(self, owner: Owner, item_id: str) -> Item | None:
         """Return an item of any stored turn; None if it is unknown."""
         self._expire()
-        response_id = self._places.get((owner, item_id))
+        response_id = self._ids_by_item.get((owner, item_id))
         if response_id is None:
             return None
         kept = self._kept[owner, response_id]

@@ -54,7 +54,7 @@ def flat_name(name: str, namespace: str | None) -> str:
 
 
 def served_tools(body: ResponsesRequest) -> list[FlatTool]:
-    """Return the supported entries of ``tools``. Agents also send tools that a provider runs."""
+    """Return the supported entries of ``tools``, without the tools that a provider runs."""
     return [tool for tool in body.tools or () if _flattened([tool])]
 
 

@@ -49,8 +49,8 @@ PLAIN_TEXT = TextFormat(type="text")
 class ResponseWriter(AnswerWriter[ChatAnswer]):
     """One response, from its creation to its end.
 
-    ``keep`` is called before the last event, with the complete response and the token ids of the
-    answer; without ids if they cannot be rendered in place of its text.
+    ``keep`` is called before the last event, with the complete response and the answer's token ids.
+    The ids are empty if they cannot replace the answer's text in a later prompt.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class ResponseWriter(AnswerWriter[ChatAnswer]):
         self._last = delta
         events = self._output.add(delta)
         if delta.finish_reason is not None:
-            events += self._output.end(is_whole=self._is_whole)
+            events += self._output.end(is_complete=self._is_complete)
         return events
 
     def write(self, delta: TextDelta) -> Iterator[bytes]:
@@ -99,7 +99,7 @@ class ResponseWriter(AnswerWriter[ChatAnswer]):
 
     def whole(self, answer: ChatAnswer) -> ResponseBody:
         """Return the complete response."""
-        response = self._ended("completed" if self._is_whole else "incomplete", answer.usage)
+        response = self._ended("completed" if self._is_complete else "incomplete", answer.usage)
         if self._last.stop_reason is not None:
             response.stop_reason = self._last.stop_reason
         self._explain(response)
@@ -115,7 +115,7 @@ class ResponseWriter(AnswerWriter[ChatAnswer]):
 
     def failed(self, answer: ChatAnswer, error: ResponseError) -> Iterator[bytes]:
         """Yield the event that ends the stream of a failed response."""
-        self._output.end(is_whole=False)
+        self._output.end(is_complete=False)
         return self.ended(replace(self._ended("failed", answer.usage), error=error))
 
     def ended(self, response: ResponseBody) -> Iterator[bytes]:
@@ -149,7 +149,7 @@ class ResponseWriter(AnswerWriter[ChatAnswer]):
             response.usage.cache_explanation = found.body()
 
     @property
-    def _is_whole(self) -> bool:
+    def _is_complete(self) -> bool:
         """Whether the model ended the answer, rather than a limit or the deadline."""
         return self._last.finish_reason in {"stop", "tool_calls"}
 

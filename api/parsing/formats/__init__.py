@@ -1,1 +1,1 @@
-"""Formats of tool calls, one per file: marks, reader, grammar, and preparation of messages."""
+"""Formats of tool calls, one per file: delimiters, reader, grammar, and preparation of messages."""

@@ -1,6 +1,6 @@
-"""DeepSeek: marks around each call, and marks around all calls.
+"""DeepSeek: delimiters around each call, and delimiters around all calls.
 
-V3 and V3.1 write the text between the marks differently. Source: the models' published chat
+V3 and V3.1 write the text between the delimiters differently. Source: the models' published chat
 templates.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from ..call_grammars import CallGrammar, Marked, behind_name, between, several
+from ..call_grammars import CallGrammar, Marked, after_name, between, several
 from ..family import Family
 from ..grammars import Lark
 from ..output_parser import Reading
@@ -17,7 +17,7 @@ from ..reading.answer import Beginning
 from ..reading.call_state import CallState
 from ..reading.ends import Ends
 from ..reading.json_call import json_block, named_call
-from ..reading.names import NAME, read_name, see_arguments, skip_to
+from ..reading.names import NAME, expect_arguments, read_name, skip_to
 
 if TYPE_CHECKING:
     from ...types.results import Tool
@@ -53,10 +53,10 @@ def _deepseek_name(call: CallState) -> Reading[str]:
     source = call.source
     name = yield from read_name(source)
     if not (yield from source.close(DEEPSEEK_SEP)):
-        yield from see_arguments(source)
+        yield from expect_arguments(source)
         return name
     yield from source.white()
-    second = source.text(0, (yield from source.behind(NAME, 0)))
+    second = source.text(0, (yield from source.after(NAME, 0)))
     if second and (name == "function" or second in call.offers):
         source.take(len(second))
         yield from source.close(DEEPSEEK_SEP)
@@ -81,7 +81,7 @@ def _deepseek_v3(lark: Lark, tools: Sequence[Tool], parallel: bool) -> str:
 
 
 def _deepseek_v31(lark: Lark, tools: Sequence[Tool], parallel: bool) -> str:
-    one = lark.each(tools, behind_name(lark.mark(DEEPSEEK_SEP)))
+    one = lark.each(tools, after_name(lark.mark(DEEPSEEK_SEP)))
     return _deepseek_block(lark, one, "", parallel)
 
 

@@ -1,7 +1,7 @@
-"""Reads Gemma's calls: ``call:f{city:<|"|>Paris<|"|>,days:3}`` between marks.
+"""Reads Gemma's calls: ``call:f{city:<|"|>Paris<|"|>,days:3}`` between delimiters.
 
 The arguments are converted to JSON as they arrive: keys are unquoted, and strings are quoted by a
-special mark. Sources: the published chat templates of Gemma 4 and FunctionGemma.
+special delimiter. Sources: the published chat templates of Gemma 4 and FunctionGemma.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ..reading.offers import kinds, listed_values
 if TYPE_CHECKING:
     from ...types.results import Tool
 
-MAX_DEPTH = 64  # nested objects
+MAX_DEPTH = 64  # maximum depth of nested objects
 _CALL = "call:"
 _NAME = re.compile(r"[\w.:-]+")
 _KEY = re.compile(r"[^\s:,{}\[\]<]+")
@@ -38,7 +38,7 @@ _IN_WORD = re.compile(r"[^,{}\[\]<]+")
 
 @dataclass(frozen=True, slots=True)
 class GemmaMarks:
-    """The marks around a call, and the mark around a string in it."""
+    """The delimiters around a call, and the delimiter around a string in it."""
 
     begin: str
     end: str
@@ -62,7 +62,7 @@ def _calls(call: CallState, marks: GemmaMarks) -> Reading[None]:
         yield from json_block(call, Ends((marks.end,), {marks.begin: ('{"name"', '[{"')}))
     else:
         yield from _Call(call, marks).read()
-        while (yield from source.ahead(_CALL, (at := (yield from source.behind(_BETWEEN, 0))))):
+        while (yield from source.ahead(_CALL, (at := (yield from source.after(_BETWEEN, 0))))):
             source.take(at)
             yield from _Call(call, marks).read()
     yield from source.close(marks.end)
@@ -111,7 +111,7 @@ class _Call:
             key = yield from self._key()
             yield from source.white()
             if not (yield from source.literal(":")):
-                yield from self._see_no_value()
+                yield from self._expect_no_value()
             yield CallArguments(f"{between}{key}: ")
             yield from source.white()
             yield from self._value(depth + 1)
@@ -119,7 +119,7 @@ class _Call:
             between = ", "
         yield CallArguments("}")
 
-    def _see_no_value(self) -> Reading[None]:
+    def _expect_no_value(self) -> Reading[None]:
         """Check that a member ends after its key; its value is then null.
 
         Raises `Malformed` and `Cut`.
@@ -183,7 +183,7 @@ class _Call:
         yield CallArguments("]")
 
     def _text(self) -> Reading[None]:
-        """Read a string between quote marks; a mark that ends the call may end it too."""
+        """Read a string between quote marks; a delimiter that ends the call may end it too."""
         source, quote = self._source, self._marks.quote
         yield from source.expect(quote)
         yield CallArguments('"')
@@ -217,7 +217,7 @@ _RULES = {"integer": "INT", "number": "NUMBER", "boolean": "BOOL", "null": '"nul
 
 
 def gemma_block(lark: Lark, tools: Sequence[Tool], marks: GemmaMarks) -> str:
-    """Return the rule for one call without its first mark."""
+    """Return the rule for one call without its first delimiter."""
     lark.rule("INT", r"/-?(0|[1-9][0-9]{0,17})/")
     lark.rule("NUMBER", r"/-?(0|[1-9][0-9]{0,17})(\.[0-9]{1,17})?([eE][+-]?[0-9]{1,3})?/")
     lark.rule("BOOL", '"true" | "false"')
@@ -270,7 +270,7 @@ def _of(tool: Tool, schema: Mapping[str, Any], root: Mapping[str, Any], quote: s
     names = kinds(schema, root)
     told = set(schema) - {"type", "description", "title", "default", "$defs", "definitions"}
     if tool.strict and (told or not names <= {"string", *_RULES}):
-        raise not_strict(tool, "a keyword of its schema")
+        raise not_strict(tool, "the model's format does not enforce all keywords of its schema")
     others = {"string": "text", "array": "list", "object": "object", **_RULES}
     return " | ".join(others[name] for name in sorted(names) if name in others) or "any"
 

@@ -26,7 +26,7 @@ from ..output_parser import (
     Source,
     collected,
 )
-from ..reading.answer import Beginning, read_words
+from ..reading.answer import Beginning, read_content
 from ..reading.call_state import CallState, followed
 from ..reading.ends import Ends
 from ..reading.json_call import FENCE, fence, surplus
@@ -78,14 +78,15 @@ def marked_call(message: Mapping[str, Any], mark: str) -> dict[str, Any]:
 
 
 def without_calls(text: str, marks: Sequence[str]) -> str:
-    """Return the template's text with each `marked_call` reduced to its mark."""
+    """Return the template's text with each `marked_call` reduced to its ``mark``."""
     alone = "|".join(map(re.escape, marks))
     header = rf" to={re.escape(_FUNCTIONS)}[^<]*<\|channel\|>[^<]*<\|message\|>"
     return re.sub(rf'{header}"({alone})"', r"\1", text)
 
 
 def read_harmony(source: Source, beginnings: Sequence[Beginning], offers: Offers) -> Reading[None]:
-    """Read reasoning, calls and content, and drop the marks; text without marks is content.
+    """Read reasoning, calls and content, and drop the delimiters; text without delimiters is
+    content.
 
     ``beginnings`` are the texts that begin calls within content.
     """
@@ -101,12 +102,12 @@ def read_harmony(source: Source, beginnings: Sequence[Beginning], offers: Offers
         elif is_analysis:
             yield from _body(source, Reasoning)
         else:
-            yield from _words(source, beginnings if offers.names else (), offers)
+            yield from _content(source, beginnings if offers.names else (), offers)
 
 
-def _words(source: Source, beginnings: Sequence[Beginning], offers: Offers) -> Reading[None]:
+def _content(source: Source, beginnings: Sequence[Beginning], offers: Offers) -> Reading[None]:
     """Read the content of a message, and calls in it."""
-    inner = ReaderParser(partial(read_words, beginnings=beginnings, offers=offers))
+    inner = ReaderParser(partial(read_content, beginnings=beginnings, offers=offers))
     for event in _body(source, Content):
         if event is None:
             yield None
@@ -137,16 +138,16 @@ def _header(source: Source) -> Reading[str | None]:
 
 
 def _is_bare_header(source: Source) -> Reading[bool]:
-    """Whether the rest of a header comes next, whose first part the prompt contains."""
-    at = yield from source.behind_white()
+    """Whether the end of a header comes next. The prompt contains the beginning of the header."""
+    at = yield from source.after_white()
     if not (yield from source.which(_BARE_HEADERS, at)):
         return False
-    at = yield from source.behind(_ROLE, at)
+    at = yield from source.after(_ROLE, at)
     return bool((yield from source.which((CHANNEL, CONSTRAIN, MESSAGE), at)))
 
 
 def _mark(source: Source, marks: Sequence[str]) -> Reading[str]:
-    """Consume and return the next mark if it is one of ``marks``, else return ""."""
+    """Consume and return the next delimiter if it is one of ``marks``, else return ""."""
     for mark in marks:
         if (yield from source.literal(mark)):
             return mark
@@ -154,7 +155,7 @@ def _mark(source: Source, marks: Sequence[str]) -> Reading[str]:
 
 
 def _body(source: Source, wrap: Callable[[str], Event]) -> Reading[None]:
-    """Yield the text of a message, and consume the mark after it."""
+    """Yield the text of a message, and consume the delimiter after it."""
     while (yield from source.until(_ALL_BEGIN, wrap)):
         if (yield from _mark(source, _ENDS)):
             return
@@ -171,7 +172,7 @@ def _call(source: Source, name: str, offers: Offers) -> Reading[None]:
     source.keep()
     with suppress(Malformed, Cut):
         yield from followed(call, partial(_called, name=name))
-    kept = source.let_go()
+    kept = source.release()
     if not call.has_begun and kept:
         yield Content(kept)
     yield from source.white()
@@ -201,7 +202,7 @@ def _called(call: CallState, *, name: str) -> Reading[None]:
 
 
 def _text(source: Source) -> Reading[str]:
-    """Read the text up to the mark that ends a message."""
+    """Read the text up to the delimiter that ends a message."""
     pieces = [(yield from collected(source.until(_ALL_BEGIN, Content)))]
     while (yield from source.peek()) and not (yield from source.which((*_ENDS, START, CHANNEL))):
         pieces.append(source.take(1))
@@ -223,10 +224,10 @@ class HarmonyGrammar:
     def mixed(self, lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:
         """Return the rule for either free text or one valid call."""
         del parallel
-        words = f"{_opened(lark, 'final')} {lark.without_any(MARKS, 'inside')}"
+        text = f"{_opened(lark, 'final')} {lark.without_any(MARKS, 'inside')}"
         free = lark.not_beginning((CHANNEL,), "words")
         call = self._call(lark, tools)
-        return lark.rule("mixed", f"{_thought(lark)} ({words} | {call}) | {free}")
+        return lark.rule("mixed", f"{_thought(lark)} ({text} | {call}) | {free}")
 
     def around(self, lark: Lark, structured: str) -> str:
         """Return the rule for structured output in the final channel."""

@@ -1,4 +1,5 @@
-"""Granite, Phi 4, Cohere, Hunyuan: a list of JSON objects after a mark, or between two marks.
+"""Granite, Phi 4, Cohere, Hunyuan: a list of JSON objects after a delimiter, or between two
+delimiters.
 
 Source: the models' published chat templates.
 """
@@ -27,7 +28,7 @@ HUNYUAN_CALLS, HUNYUAN_CALLS_END = "<tool_calls>", "</tool_calls>"
 
 
 def json_list(begin: str, end: str) -> tuple[Beginning, ...]:
-    """Return how calls in a JSON list begin: the list is between two marks or after one."""
+    """Return how calls in a JSON list begin: the list is between two delimiters or after one."""
 
     def read(call: CallState) -> Reading[None]:
         yield from call.source.expect(begin)

@@ -1,4 +1,5 @@
-"""Kimi K2: each call between marks, after ``functions.name:index``; marks around all calls.
+"""Kimi K2: each call between delimiters, after ``functions.name:index``; delimiters around all
+calls.
 
 Source: the models' published chat templates.
 """
@@ -18,7 +19,7 @@ from ..reading.answer import Beginning
 from ..reading.call_state import CallState
 from ..reading.ends import Ends
 from ..reading.json_call import json_block, named_call
-from ..reading.names import read_name, see_arguments, skip_to
+from ..reading.names import expect_arguments, read_name, skip_to
 
 if TYPE_CHECKING:
     from ...types.results import Tool
@@ -43,7 +44,7 @@ def _kimi(call: CallState) -> Reading[None]:
         written = yield from read_name(source)
         name = call.check(_KIMI_INDEX.sub("", written).removeprefix("functions."))
         if not (yield from source.close(KIMI_ARGUMENTS)):
-            yield from see_arguments(source)
+            yield from expect_arguments(source)
         yield from named_call(call, name, ends)
         yield from source.close(KIMI_CALL_END)
         yield from skip_to(source, KIMI_CALL)

@@ -1,4 +1,4 @@
-"""Llama 3: the whole answer is ``{"name": ..., "parameters": {...}}``, or several with ";".
+"""Llama 3: the whole answer is ``{"name": ..., "parameters": {...}}``, or several joined by ";".
 
 Source: the models' published chat templates.
 """

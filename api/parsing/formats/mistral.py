@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
-from ..call_grammars import CallGrammar, Marked, behind_name, between, several
+from ..call_grammars import CallGrammar, Marked, after_name, between, several
 from ..family import Family
 from ..grammars import Lark
 from ..output_parser import Reading, Source
@@ -18,7 +18,7 @@ from ..reading.answer import Beginning
 from ..reading.call_state import CallState
 from ..reading.ends import Ends
 from ..reading.json_call import json_block, named_call
-from ..reading.names import NAME, read_name, see_arguments
+from ..reading.names import NAME, expect_arguments, read_name
 
 if TYPE_CHECKING:
     from ...types.results import Tool
@@ -41,15 +41,15 @@ def _mistral(call: CallState) -> Reading[None]:
         if (yield from source.literal(MISTRAL_ID)):
             yield from source.run(NAME)
         if not (yield from source.close(MISTRAL_ARGS)):
-            yield from see_arguments(source)
+            yield from expect_arguments(source)
         yield from named_call(call, name, ends)
         is_first = False
 
 
 def _is_mistral_name(source: Source) -> Reading[bool]:
-    """Whether another call follows without its mark; consumes white space before it."""
-    at = yield from source.behind_white()
-    end = yield from source.behind(NAME, at)
+    """Whether another call follows without its delimiter; consumes white space before it."""
+    at = yield from source.after_white()
+    end = yield from source.after(NAME, at)
     if end == at or not (yield from source.which((MISTRAL_ARGS, MISTRAL_ID), end)):
         return False
     source.take(at)
@@ -65,7 +65,7 @@ def _mistral_list(lark: Lark, tools: Sequence[Tool], parallel: bool) -> str:
 
 
 def _mistral_args(lark: Lark, tools: Sequence[Tool], _: bool) -> str:
-    return lark.each(tools, behind_name(lark.mark(MISTRAL_ARGS)))
+    return lark.each(tools, after_name(lark.mark(MISTRAL_ARGS)))
 
 
 MISTRAL_LIST = Marked(MISTRAL_CALLS, _mistral_list, repeats=False)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ...types.results import Tool
 
 PYTHON_START, PYTHON_END = "<|python_start|>", "<|python_end|>"
-MAX_DEPTH = 64  # nested lists
+MAX_DEPTH = 64  # maximum depth of nested lists
 _FUNCTION = re.compile(r"[\w.-]+")
 _KEY = re.compile(r"\w+")
 _HEX = re.compile(r"[0-9a-fA-F]+")
@@ -42,8 +42,8 @@ _CLOSING = {"[": "]", "(": ")", "{": "}"}
 
 def _is_list(source: Source) -> Reading[bool]:
     """Whether a list begins with text that looks like a call."""
-    at = yield from source.behind_white(1)
-    end = yield from source.behind(_FUNCTION, at)
+    at = yield from source.after_white(1)
+    end = yield from source.after(_FUNCTION, at)
     return end > at and (yield from source.ahead("(", end))
 
 
@@ -67,9 +67,10 @@ PYTHONIC = (
 
 
 def marked_pythonic(begin: str, end: str) -> tuple[Beginning, ...]:
-    """Return the beginnings of calls in Python between two marks, or in a list without marks.
+    """Return the beginnings of calls in Python between two delimiters, or in a list without
+    delimiters.
 
-    Between the marks, LFM2 writes a list, and OLMo 3 writes one call per line.
+    Between the delimiters, LFM2 writes a list, and OLMo 3 writes one call per line.
     """
 
     def read(call: CallState) -> Reading[None]:
@@ -78,7 +79,7 @@ def marked_pythonic(begin: str, end: str) -> tuple[Beginning, ...]:
         yield from source.white()
         at = 0
         if is_list := (yield from source.ahead("[")):
-            at = yield from source.behind_white(1)
+            at = yield from source.after_white(1)
         if (yield from source.char(at)) in ("{", "`"):
             yield from json_block(call, ends)
         else:
@@ -98,10 +99,10 @@ def _calls(call: CallState, ends: Ends, *, is_list: bool) -> Reading[None]:
         call.settle()
         if is_list and (yield from source.close("]")):
             return
-        at = yield from source.behind_white()
+        at = yield from source.after_white()
         if (yield from source.char(at)) in (",", ";"):
-            at = yield from source.behind_white(at + 1)
-        end = yield from source.behind(_FUNCTION, at)
+            at = yield from source.after_white(at + 1)
+        end = yield from source.after(_FUNCTION, at)
         if end == at or not (yield from source.ahead("(", end)):
             break
         source.take(at)
@@ -144,7 +145,7 @@ class _Call:
             yield from source.white()
             yield from self._value(0)
             before = ", "
-            if not (yield from self._goes_on()):
+            if not (yield from self._take_separator()):
                 break
         yield CallArguments("}")
         yield from call.end()
@@ -154,8 +155,8 @@ class _Call:
         schema.
         """
         source = self._source
-        end = yield from source.behind(_KEY, 0)
-        at = yield from source.behind_white(end)
+        end = yield from source.after(_KEY, 0)
+        at = yield from source.after_white(end)
         if end and (yield from source.char(at)) == "=":
             key = source.take(end)
             source.take(at + 1 - end)
@@ -168,7 +169,7 @@ class _Call:
         self._has_names = False
         return names[num_before]
 
-    def _goes_on(self) -> Reading[bool]:
+    def _take_separator(self) -> Reading[bool]:
         """Consume the text after an argument; return whether another argument follows."""
         source = self._source
         yield from source.white()
@@ -286,14 +287,14 @@ class _Call:
             return False
         if len(quote) > 1:
             return True
-        at = yield from source.behind_white(1)
+        at = yield from source.after_white(1)
         char = yield from source.char(at)
         if char == "," and is_argument:
-            at = yield from source.behind_white(at + 1)
-            end = yield from source.behind(_KEY, at)
+            at = yield from source.after_white(at + 1)
+            end = yield from source.after(_KEY, at)
             if end == at:
                 return (yield from source.char(at)) in (")", "")
-            end = yield from source.behind_white(end)
+            end = yield from source.after_white(end)
             return (yield from source.char(end)) in ("=", "")
         return not char or char in ",)]}:" or (yield from self._ends.here(source, at))
 
@@ -383,7 +384,7 @@ OLMO_CALLS, OLMO_CALLS_END = "<function_calls>", "</function_calls>"
 
 
 def _marked_list(begin: str, end: str) -> Marked:
-    """Return the grammar of pythonic calls between marks."""
+    """Return the grammar of pythonic calls between delimiters."""
 
     def block(lark: Lark, tools: Sequence[Tool], parallel: bool) -> str:
         return f"{pythonic_block(lark, tools, parallel)} {lark.mark(end)}"

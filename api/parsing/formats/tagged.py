@@ -31,7 +31,7 @@ from .pythonic import _of
 if TYPE_CHECKING:
     from ...types.results import Tool
 
-_QUOTES = frozenset("\"'`\\,;)]")  # an adjacent tag is quoted text
+_QUOTES = frozenset("\"'`\\,;)]")  # a tag next to such a character is quoted text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +52,7 @@ class Tags:
     quote: str = ""
     function_end: str = ""  # if empty, the call ends with ``end``
     parameter: str
-    value: tuple[str, ...]  # with white space between the tags
+    value: tuple[str, ...]  # the tags before a value, with any white space between them
     value_end: str
     name: re.Pattern[str]
     argument: re.Pattern[str]
@@ -128,21 +128,21 @@ GLM = Tags(
 
 
 def tagged_beginnings(tags: Tags) -> list[Beginning]:
-    """Return how calls begin: with the format's first mark, or with a function's tag."""
+    """Return how calls begin: with the format's first delimiter, or with a function's tag."""
     ends = tuple(filter(None, (tags.function_end, tags.end)))
     marked = Beginning(mark=tags.begin, read=partial(read_block, tags=tags), ends=ends)
     return [marked, *function_beginnings(tags)] if tags.function else [marked]
 
 
 def function_beginnings(tags: Tags) -> list[Beginning]:
-    """Return how calls begin if the outer mark of their format is missing.
+    """Return how calls begin if the outer delimiter of their format is missing.
 
     Their functions may stand alone, or between the tags of other formats.
     """
     start = tags.function_start
 
     def is_ahead(source: Source, before: str) -> Reading[bool]:
-        at = (yield from source.behind_white(len(before))) if before else 0
+        at = (yield from source.after_white(len(before))) if before else 0
         is_there = yield from source.ahead(start, at)
         return is_there and (yield from source.char(at + len(start))) in ("=", " ")
 
@@ -164,9 +164,9 @@ def function_beginnings(tags: Tags) -> list[Beginning]:
 
 
 def read_block(call: CallState, tags: Tags | None = None) -> Reading[None]:
-    """Read calls from their first mark on: between the tags of a format, or as JSON.
+    """Read calls from their first delimiter on: between the tags of a format, or as JSON.
 
-    Without ``tags`` the mark is ``<tool_call>``, and the text after it identifies the format.
+    Without ``tags`` the delimiter is ``<tool_call>``, and the text after it identifies the format.
     """
     source, own = call.source, tags or QWEN_CODER
     yield from source.expect(own.begin)
@@ -186,7 +186,7 @@ def read_block(call: CallState, tags: Tags | None = None) -> Reading[None]:
 def _which(source: Source, own: Tags) -> Reading[Tags | None]:
     """Return the tags of the function that comes next, or None.
 
-    The outer marks in them are replaced by the marks of ``own``.
+    The delimiters ``begin`` and ``end`` around the call are taken from ``own``.
     """
     for tags in (QWEN_CODER, MINIMAX):
         if (yield from source.ahead(tags.function_start)):
@@ -197,8 +197,8 @@ def _which(source: Source, own: Tags) -> Reading[Tags | None]:
 def _is_glm(call: CallState) -> Reading[bool]:
     """Whether a name comes next, with arguments in GLM's tags or, for a known tool, in JSON."""
     source = call.source
-    end = yield from source.behind(GLM.name, 0)
-    at = yield from source.behind_white(end)
+    end = yield from source.after(GLM.name, 0)
+    at = yield from source.after_white(end)
     if (yield from source.char(at)) == "{":
         return source.text(0, end) in call.offers
     return (yield from source.ahead(GLM.parameter, at))
@@ -210,7 +210,7 @@ def _functions(call: CallState, tags: Tags) -> Reading[None]:
     while is_first or (start and (yield from source.ahead(start))):
         yield from _Function(call, tags).read()
         call.settle()
-        at = yield from source.behind_white()
+        at = yield from source.after_white()
         if start and (yield from source.ahead(start, at)):
             source.take(at)
         is_first = False
@@ -232,7 +232,7 @@ class _Function:
         call, source, tags = self._call, self._source, self._tags
         yield from source.expect(tags.function_start)
         self._name = call.check(tags.name_in((yield from source.run(tags.name))) or "")
-        yield from self._behind_name()
+        yield from self._name_end()
         if (yield from self._is_object()):
             yield from self._object()
         else:
@@ -241,10 +241,10 @@ class _Function:
             yield CallArguments("}")
             yield from call.end()
 
-    def _behind_name(self) -> Reading[None]:
+    def _name_end(self) -> Reading[None]:
         """Consume the end of the tag with the name; a line break may replace it."""
         source, tags = self._source, self._tags
-        at = yield from source.behind_white()
+        at = yield from source.after_white()
         if not at or not (yield from source.which((tags.parameter_start, tags.function_end), at)):
             yield from source.expect(tags.named)
         yield from source.white()
@@ -421,7 +421,7 @@ class _Function:
             return (yield from self._is_next_argument(len(mark)))
         if mark == tags.function:
             return (yield from self._is_offered(len(mark)))
-        at = yield from source.behind_white(len(mark))
+        at = yield from source.after_white(len(mark))
         if mark == tags.begin:
             if tags.function and not (yield from source.ahead(tags.function, at)):
                 return False
@@ -430,24 +430,24 @@ class _Function:
             return mark == tags.value_end or not source.is_cut
         outer = tags.closing[tags.closing.index(mark) + 1 :]
         if closing := (yield from source.which(outer, at)):
-            return (yield from self._is_said(closing, at))
+            return (yield from self._is_closing(closing, at))
         begins = tags.begins[tags.closing.index(mark) :]
         return bool((yield from source.which(begins, at)))
 
-    def _is_said(self, closing: str, at: int) -> Reading[bool]:
+    def _is_closing(self, closing: str, at: int) -> Reading[bool]:
         """Whether a closing tag at ``at`` ends the call, and is not quoted text in a value."""
         source, tags = self._source, self._tags
         direct = at + len(closing)
-        behind = yield from source.behind_white(direct)
+        after = yield from source.after_white(direct)
         outer = tags.closing[tags.closing.index(closing) + 1 :]
-        if further := (yield from source.which(outer, behind)):
-            return (yield from self._is_said(further, behind))
+        if further := (yield from source.which(outer, after)):
+            return (yield from self._is_closing(further, after))
         return not (self._is_quoting and (yield from source.char(direct)) in _QUOTES)
 
     def _is_next_argument(self, at: int) -> Reading[bool]:
         """Whether the name at ``at`` is missing, or is a further argument of the tool."""
         source = self._source
-        end = yield from source.behind(self._tags.argument, at)
+        end = yield from source.after(self._tags.argument, at)
         key = _bare(source.text(at, end))
         if not key:
             return self._last == "\n"
@@ -459,12 +459,12 @@ class _Function:
     def _is_offered(self, at: int) -> Reading[bool]:
         """Whether an offered tool's name is at ``at``, followed by arguments or an end tag."""
         source, tags = self._source, self._tags
-        end = yield from source.behind(tags.name, at)
+        end = yield from source.after(tags.name, at)
         if not (yield from source.ahead(tags.named, end)):
             return False
         if _bare(source.text(at, end)) not in self._call.offers:
             return False
-        at = yield from source.behind_white(end + len(tags.named))
+        at = yield from source.after_white(end + len(tags.named))
         marks = (tags.parameter_start, *tags.closing[1:])
         return bool((yield from source.which(marks, at))) or (yield from source.char(at)) in "{"
 
@@ -516,21 +516,21 @@ def tagged_block(lark: Lark, tools: Sequence[Tool], tags: Tags) -> str:
 
 def _tagged(lark: Lark, tool: Tool, index: int, tags: Tags) -> str:
     parts = []
-    brk, behind = (r'"\n"', r'"\n"') if tags.has_breaks else ("", r'"\n"')
+    brk, after = (r'"\n"', r'"\n"') if tags.has_breaks else ("", r'"\n"')
     for key, schema in properties_of(tool).items():
         marks = r' "\n" '.join(map(lark.mark, tags.value))
         begin = f"{lark.mark(tags.parameter)} {lark_text(key + tags.quote)} {marks} {brk}"
-        end = f"{brk} {lark.mark(tags.value_end)} {behind}"
+        end = f"{brk} {lark.mark(tags.value_end)} {after}"
         if "string" not in (kinds(schema, tool.parameters or {}) or {"string"}):
             part = f"{begin} {_of(tool, key, schema)} {end}"
         elif texts := [each for each in listed_values(schema) if isinstance(each, str)]:
             part = f"{begin} ({' | '.join(map(lark_text, texts))}) {end}"
         elif tool.input_pattern is not None:
             pattern = f"(?:{tool.input_pattern})" + ("\n" if tags.has_breaks else "")
-            part = f"{begin} {lark.matching(pattern, tags.value_end, f'input_{index}')} {behind}"
+            part = f"{begin} {lark.matching(pattern, tags.value_end, f'input_{index}')} {after}"
         else:
             _check_text(tool, schema)
-            part = f"{begin} plain {behind}"
+            part = f"{begin} plain {after}"
         parts.append(part if key in required_of(tool) else f"({part})?")
     return " ".join(parts)
 

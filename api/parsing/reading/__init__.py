@@ -1,1 +1,1 @@
-"""Code shared by the readers of all formats: JSON, content and code, calls without marks."""
+"""Code shared by the readers of all formats: JSON, content and code, calls without delimiters."""

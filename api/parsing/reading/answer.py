@@ -1,7 +1,7 @@
 """Reading an answer: content, and calls that may begin anywhere in it.
 
 Content is yielded as soon as it is certain that no call begins in it. White space around calls is
-dropped. A mark inside code is content, but only if the code is closed later.
+dropped. A delimiter inside code is content, but only if the code is closed later.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .call_state import CallReader, CallState, followed, gathered
 from .code import CodeState
 from .offers import Offers
 
-MAX_LAST_WORDS = 512
+MAX_LAST_CONTENT = 512
 _IN_LINE = re.compile(r"[^\n`~]+")
 _SEPARATORS = re.compile(r"[\s,;\])}]+")
 _EXAMPLE = re.compile(r"\b(examples?|e\.g|for instance|looks? like|syntax)\b", re.IGNORECASE)
@@ -44,10 +44,11 @@ class Where(Enum):
 class Beginning:
     """A text with which calls begin, and the reader of such calls.
 
-    ``is_ahead``: returns, without taking any text, whether a call begins at the mark. ``ends``:
-    marks that are dropped after a call. ``is_plain``: no mark identifies the call (see
-    `CallState`). ``is_sure``: the text is a call whatever follows, so its events are yielded at
-    once. Other calls are held until it is certain that they come before or after all content.
+    ``is_ahead``: returns, without taking any text, whether a call begins at the delimiter.
+    ``ends``: delimiters that are dropped after a call. ``is_plain``: no delimiter identifies the
+    call (see `CallState`). ``is_sure``: the text is a call whatever follows, so its events are
+    yielded at once. Other calls are held until it is certain that they come before or after all
+    content.
     """
 
     mark: str
@@ -66,7 +67,7 @@ class Beginning:
 
 
 class AnswerReader:
-    """Reads one answer. If several ``beginnings`` fit at a place, the first is used."""
+    """Reads one answer. If several ``beginnings`` fit at a position, the first is used."""
 
     def __init__(self, source: Source, beginnings: Sequence[Beginning], offers: Offers) -> None:
         self._source, self._offers = source, offers
@@ -77,17 +78,17 @@ class AnswerReader:
         self._plain = re.compile(rf"[^\n`~{starts}]+")
         self._code = CodeState()
         self._space = ""  # white space that is dropped if a call follows
-        self._has_words = self._is_behind_call = False
-        self._last_words = ""  # the end of the content so far
+        self._has_content = self._is_after_call = False
+        self._last_content = ""  # the end of the content so far
         self._num_quoted = 0  # next characters that are known to be in code
 
     def read(self) -> Reading[None]:
         """Yield content and calls up to the end of the text."""
         while True:
-            self._take_space((yield from self._source.white()) if not self._is_in_words else "")
+            self._take_space((yield from self._source.white()) if not self._is_in_content else "")
             if not (yield from self._source.peek()):
-                if not self._is_behind_call:
-                    yield from self._words("")
+                if not self._is_after_call:
+                    yield from self._content("")
                 return
             beginning = yield from self._beginning()
             if beginning is None:
@@ -99,11 +100,11 @@ class AnswerReader:
             else:
                 yield from self._call(beginning)
 
-    # -- words ----------------------------------------------------------------------------------
+    # -- content ------------------------------------------------------------------------------
 
     @property
-    def _is_in_words(self) -> bool:
-        return self._has_words and not self._is_behind_call
+    def _is_in_content(self) -> bool:
+        return self._has_content and not self._is_after_call
 
     def _take_space(self, space: str) -> None:
         self._space += space
@@ -113,15 +114,15 @@ class AnswerReader:
         text = self._source.take(1) + self._source.match(self._plain)
         self._num_quoted = max(self._num_quoted - len(text), 0)
         self._code.add(text)
-        yield from self._words(text)
+        yield from self._content(text)
 
-    def _words(self, text: str) -> Reading[None]:
+    def _content(self, text: str) -> Reading[None]:
         """Yield content and the white space before it."""
         text, self._space = self._space + text, ""
         if text:
-            self._has_words |= not text.isspace()
-            self._is_behind_call = False
-            self._last_words = (self._last_words + text)[-MAX_LAST_WORDS:]
+            self._has_content |= not text.isspace()
+            self._is_after_call = False
+            self._last_content = (self._last_content + text)[-MAX_LAST_CONTENT:]
             yield Content(text)
 
     # -- calls ----------------------------------------------------------------------------------
@@ -138,7 +139,7 @@ class AnswerReader:
             return True
         if not self._code.is_line_start or self._code.is_code:
             return False
-        return beginning.where is Where.LINE or not (self._has_words or self._is_behind_call)
+        return beginning.where is Where.LINE or not (self._has_content or self._is_after_call)
 
     def _is_quoted(self) -> Reading[bool]:
         """Whether the next text is inside code that is closed later."""
@@ -147,7 +148,7 @@ class AnswerReader:
         source, code, at = self._source, copy(self._code), 0
         is_block = code.is_block
         while True:
-            end = yield from source.behind(_IN_LINE, at)
+            end = yield from source.after(_IN_LINE, at)
             char = yield from source.char(end)
             code.add(source.text(at, end) + char)
             at = end + 1
@@ -169,9 +170,9 @@ class AnswerReader:
         try:
             yield from followed(call, beginning.read)
         except (Malformed, Cut):
-            kept = source.let_go()
+            kept = source.release()
         else:
-            source.let_go()
+            source.release()
             kept = ""
         if call.has_begun:
             self._end_call()
@@ -183,20 +184,20 @@ class AnswerReader:
             yield from self._surplus_ends(beginning.ends)
 
     def _end_call(self) -> None:
-        self._space, self._is_behind_call = "", True
+        self._space, self._is_after_call = "", True
         self._code = CodeState()
 
     def _no_call(self, kept: str) -> Reading[None]:
         kept = kept or self._source.take(1)
         self._code.add(kept)
-        yield from self._words(kept)
+        yield from self._content(kept)
 
     def _surplus_ends(self, ends: Sequence[str]) -> Reading[None]:
-        """Take superfluous closing marks, and separators and brackets before them."""
+        """Take superfluous closing delimiters, and separators and brackets before them."""
         while ends:
-            at = yield from self._source.behind_white()
+            at = yield from self._source.after_white()
             if not (end := (yield from self._source.which(ends, at))):
-                at = yield from self._source.behind(_SEPARATORS, at)
+                at = yield from self._source.after(_SEPARATORS, at)
                 if not (end := (yield from self._source.which(ends, at))):
                     return
             self._source.take(at + len(end))
@@ -208,19 +209,21 @@ class AnswerReader:
         try:
             events = yield from self._gathered(beginning)
         except (Malformed, Cut):
-            yield from self._no_call(source.let_go())
+            yield from self._no_call(source.release())
             return
-        source.let_go()
+        source.release()
         self._end_call()
         yield from events
 
     def _gathered(self, beginning: Beginning) -> Reading[list[Event]]:
-        """Return the events of one call before all content, or of several calls after all content.
+        """Return the events of calls: one call that precedes content, or all calls at the end.
 
-        Raises `Malformed` and `Cut` if there is no such call.
+        Raises `Malformed` and `Cut` if there are no such calls.
         """
-        source, events, is_first = self._source, list[Event](), not self._has_words
-        if beginning.is_plain and _EXAMPLE.search(self._last_words.rstrip().rpartition("\n\n")[2]):
+        source, events, is_first = self._source, list[Event](), not self._has_content
+        if beginning.is_plain and _EXAMPLE.search(
+            self._last_content.rstrip().rpartition("\n\n")[2]
+        ):
             raise Malformed
         while True:
             call = CallState(
@@ -258,6 +261,6 @@ class AnswerReader:
         raise Malformed
 
 
-def read_words(source: Source, beginnings: Sequence[Beginning], offers: Offers) -> Reading[None]:
+def read_content(source: Source, beginnings: Sequence[Beginning], offers: Offers) -> Reading[None]:
     """Read content, and calls that begin with one of ``beginnings``."""
     return AnswerReader(source, beginnings, offers).read()

@@ -31,10 +31,11 @@ MAX_NAME_CHARS = 256
 class CallState:
     """The state of the call that is being read.
 
-    ``is_plain``: no mark identifies the call, so it must name an offered tool. A call with a mark
-    may have any name: the client can tell the model that there is no such tool. ``is_held``: events
-    wait until it is certain that the text is a call. ``is_first``: no content precedes the call.
-    ``is_final``: set by a reader if the text is a call only if no content follows it.
+    ``is_plain``: no delimiter identifies the call, so it must name an offered tool. A call with a
+    delimiter may have any name: the client can tell the model that there is no such tool.
+    ``is_held``: events wait until it is certain that the text is a call. ``is_first``: no content
+    precedes the call. ``is_final``: set by a reader if the text is a call only if no content
+    follows it.
     """
 
     source: Source
@@ -61,7 +62,7 @@ class CallState:
         self.is_open = self.has_begun = True
         self.tail = JsonTail()
         if not self.is_held:
-            self.source.let_go()
+            self.source.release()
         yield CallBegin(name)
 
     def end(self) -> Reading[None]:

@@ -1,4 +1,4 @@
-"""Marks that end an incomplete value, unless they are text inside a string."""
+"""Delimiters that end an incomplete value, unless they are text inside a string."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from ..output_parser import Ended, Malformed, Reading, Source
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """Marks at which a value ends even if it is incomplete; each begins with "<", "[" or "`".
+    """Delimiters at which a value ends even if it is incomplete; each begins with "<", "[" or "`".
 
-    A mark inside a string may be text. After optional white space, a mark in ``closing`` ends the
-    string only if the end of the text follows, or another mark that ends the string. A mark in
-    ``begins`` ends it only if one of the texts follows that ``begins`` lists for the mark.
+    A delimiter inside a string may be text. After optional white space, a delimiter in ``closing``
+    ends the string only if the end of the text follows, or another delimiter that ends the string.
+    A delimiter in ``begins`` ends it only if one of the texts follows that ``begins`` lists for the
+    delimiter.
     """
 
     closing: tuple[str, ...] = ()
@@ -22,20 +23,20 @@ class Ends:
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """All marks."""
+        """All delimiters."""
         return (*self.closing, *self.begins)
 
     def here(self, source: Source, at: int = 0) -> Reading[bool]:
-        """Whether a mark is at offset ``at`` of the unread text."""
+        """Whether a delimiter is at offset ``at`` of the unread text."""
         return bool(self.marks and (yield from source.which(self.marks, at)))
 
     def in_string(self, source: Source, at: int = 0) -> Reading[bool]:
-        """Whether a mark that ends a string is at offset ``at`` of the unread text."""
-        for _ in range(len(self.closing) + 1):  # each mark closes at most once
+        """Whether a delimiter that ends a string is at offset ``at`` of the unread text."""
+        for _ in range(len(self.closing) + 1):  # each delimiter closes at most once
             mark = yield from source.which(self.marks, at)
             if not mark:
                 return False
-            at = yield from source.behind_white(at + len(mark))
+            at = yield from source.after_white(at + len(mark))
             if mark in self.begins:
                 return bool((yield from source.which(self.begins[mark], at)))
             if not (yield from source.char(at)):
@@ -45,8 +46,8 @@ class Ends:
     def closes(self, source: Source, bracket: str) -> Reading[bool]:
         """Take the bracket that closes a list, and return whether the list ends here.
 
-        Another closing bracket also ends the list, but is not taken. Raises `Malformed` if a mark
-        comes, and `Ended` at the end of the text.
+        Another closing bracket also ends the list, but is not taken. Raises `Malformed` if a
+        delimiter comes, and `Ended` at the end of the text.
         """
         if (yield from source.literal(bracket)):
             return True

@@ -24,8 +24,9 @@ _SCALAR = re.compile(r"[\w.+-]+")
 class JsonCall:
     """Reads one call with its keys in any order.
 
-    ``ends``: marks at which its arguments end. A plain call must have arguments and only
-    `PLAIN_KEYS`: other objects are content. In other calls the arguments may be beside the name.
+    ``ends``: delimiters at which its arguments end. A plain call must have arguments and only
+    `PLAIN_KEYS`: other objects are content. In other calls, arguments may be members next to the
+    name.
     """
 
     def __init__(self, call: CallState, ends: Ends = NO_ENDS) -> None:
@@ -54,7 +55,7 @@ class JsonCall:
     def _members(self) -> Reading[None]:
         source = self._source
         yield from source.expect("{")
-        while (yield from source.literal("{")):  # models double it, as in format strings
+        while (yield from source.literal("{")):  # models may double the brace, as in f-strings
             pass
         yield from source.white()
         while not (yield from source.literal("}")):
@@ -157,10 +158,10 @@ def _is_bare_object(source: Source) -> Reading[bool]:
     """Whether a string comes next that contains an object with unescaped quotes."""
     if not (yield from source.ahead('"{')):
         return False
-    behind = yield from source.behind_white(2)
-    if not (yield from source.ahead('"', behind)):
+    after = yield from source.after_white(2)
+    if not (yield from source.ahead('"', after)):
         return False
-    return (yield from source.char(behind + 1)).isidentifier()
+    return (yield from source.char(after + 1)).isidentifier()
 
 
 def json_calls(call: CallState, ends: Ends = NO_ENDS) -> Reading[None]:
@@ -173,7 +174,7 @@ def json_calls(call: CallState, ends: Ends = NO_ENDS) -> Reading[None]:
         yield from JsonCall(call, ends).read()
         yield from surplus(call, is_list=is_list)
         call.settle()
-        if not (yield from _goes_on(call, is_list=is_list)):
+        if not (yield from _take_separator(call, is_list=is_list)):
             return
 
 
@@ -182,7 +183,7 @@ def json_block(call: CallState, ends: Ends = NO_ENDS) -> Reading[None]:
     source = call.source
     is_fenced = yield from fence(source)
     yield from json_calls(call, ends)
-    while (yield from _is_call(source, ends, (at := (yield from source.behind(_BETWEEN, 0))))):
+    while (yield from _is_call(source, ends, (at := (yield from source.after(_BETWEEN, 0))))):
         source.take(at)
         yield from json_calls(call, ends)
     if is_fenced:
@@ -194,14 +195,14 @@ def _is_call(source: Source, ends: Ends, at: int) -> Reading[bool]:
     if (yield from ends.here(source, at)):
         return False
     if (yield from source.char(at)) == "[":
-        at = yield from source.behind_white(at + 1)
+        at = yield from source.after_white(at + 1)
     return (yield from source.char(at)) == "{"
 
 
 def named_call(call: CallState, name: str, ends: Ends = NO_ENDS) -> Reading[None]:
     """Read the arguments of a call whose name is known; a code fence may surround them.
 
-    If a mark in ``ends`` comes instead, the call has no arguments.
+    If a delimiter in ``ends`` comes instead, the call has no arguments.
     """
     source = call.source
     is_fenced = yield from fence(source)
@@ -226,7 +227,7 @@ def named_call(call: CallState, name: str, ends: Ends = NO_ENDS) -> Reading[None
 
 def fence(source: Source) -> Reading[bool]:
     """Take a fence and its info string, if they come next; return whether they did."""
-    at = yield from source.behind_white()
+    at = yield from source.after_white()
     if not (yield from source.ahead(FENCE, at)):
         return False
     source.take(at + len(FENCE))
@@ -237,28 +238,28 @@ def fence(source: Source) -> Reading[bool]:
 def surplus(call: CallState, *, is_list: bool = False) -> Reading[None]:
     """Take superfluous closing brackets."""
     source = call.source
-    at = yield from source.behind_white()
+    at = yield from source.after_white()
     while (char := (yield from source.char(at))) == "}" or (char == "]" and not is_list):
         source.take(at + 1)
-        at = yield from source.behind_white()
+        at = yield from source.after_white()
 
 
-def _goes_on(call: CallState, *, is_list: bool) -> Reading[bool]:
+def _take_separator(call: CallState, *, is_list: bool) -> Reading[bool]:
     """Take the separator before another call, or the end of a list; return whether a call comes."""
     source = call.source
-    at = yield from source.behind_white()
+    at = yield from source.after_white()
     char = yield from source.char(at)
     if is_list and char == "]":
         source.take(at + 1)
         return False
     if char in (",", ";"):
-        behind = yield from source.behind_white(at + 1)
-        after = yield from source.char(behind)
+        start = yield from source.after_white(at + 1)
+        after = yield from source.char(start)
         if after == "{":
-            source.take(behind)
+            source.take(start)
             return True
         if not after or (is_list and after == "]"):
-            source.take(behind + len(after))
+            source.take(start + len(after))
         return False
     if char == "{":
         source.take(at)

@@ -94,14 +94,14 @@ class JsonTail:
 def object_text(source: Source, ends: Ends = NO_ENDS) -> Reading[None]:
     """Yield an object or list as valid JSON while it arrives.
 
-    Raises `Malformed` at a mark in ``ends``, `Ended` if the text ends between two members, and
+    Raises `Malformed` at a delimiter in ``ends``, `Ended` if the text ends between two members, and
     `Cut` if it ends elsewhere.
     """
     yield from _JsonText(source, ends).read()
 
 
 def whole_object(source: Source, ends: Ends = NO_ENDS) -> Reading[str]:
-    """Return an object or list as valid JSON, closed if a mark or the text's end cuts it off.
+    """Return an object or list as valid JSON, closed if a delimiter or the text's end cuts it off.
 
     Raises `Cut` if the text ends inside a member, or if a limit ended it.
     """
@@ -165,7 +165,10 @@ class _JsonText:
         self._gap = ""  # text since the last member, yielded before the next one
 
     def read(self) -> Reading[None]:
-        """Yield the text. Raises `Malformed` at a mark, and `Cut` or `Ended` at the text's end."""
+        """Yield the text.
+
+        Raises `Malformed` at a delimiter, and `Cut` or `Ended` at the text's end.
+        """
         yield from self._opened()
         while self._open:
             self._gap += yield from self._source.white()
@@ -221,11 +224,11 @@ class _JsonText:
         if found is None:
             yield from self._unreadable()
             return
-        length, behind = found
+        length, after = found
         yield from self._separated()
         written = self._source.take(length)
         self._has_bare_keys |= written[0] not in "\"'"
-        yield CallArguments(_key_text(written) + self._source.take(behind - length))
+        yield CallArguments(_key_text(written) + self._source.take(after - length))
         yield CallArguments((yield from self._source.white()))
         yield from self._value()
 
@@ -306,10 +309,10 @@ class _JsonText:
     def _break(self) -> Reading[None]:
         """Yield a raw line break and the white space after it.
 
-        Raises `Malformed` if a mark that ends the string follows: the white space belongs to the
-        mark.
+        Raises `Malformed` if a delimiter that ends the string follows: the white space belongs to
+        the delimiter.
         """
-        at = yield from self._source.behind_white()
+        at = yield from self._source.after_white()
         if (yield from self._ends.in_string(self._source, at)):
             raise Malformed
         yield CallArguments(_escaped(self._source.take(at)))
@@ -317,27 +320,27 @@ class _JsonText:
     def _ends_string(self) -> Reading[bool]:
         """Whether the next quote ends its string, according to the text after it."""
         source = self._source
-        behind = yield from source.behind_white(1)
-        char = yield from source.char(behind)
+        after = yield from source.after_white(1)
+        char = yield from source.char(after)
         if char in ("}", "]"):
             if char not in self._open:
                 return False
-            is_outermost = len(self._open) == 1  # any text may follow it
-            return is_outermost or (yield from source.char(behind + 1)) not in ('"', "'")
-        if not char or (yield from self._ends.here(source, behind)):
+            is_outermost = len(self._open) == 1  # then any text may follow the bracket
+            return is_outermost or (yield from source.char(after + 1)) not in ('"', "'")
+        if not char or (yield from self._ends.here(source, after)):
             return True
         if char == ",":
             if self._open[-1] == "]":
                 return True
-            behind = yield from source.behind_white(behind + 1)
-            char = yield from source.char(behind)
+            after = yield from source.after_white(after + 1)
+            char = yield from source.char(after)
             if not char or char == "}":
                 return True
-        elif behind == 1 or self._open[-1] == "]":
+        elif after == 1 or self._open[-1] == "]":
             return False
         if char not in ('"', "'") and not self._has_bare_keys:
             return False
-        return (yield from _key_ahead(source, behind)) is not None
+        return (yield from _key_ahead(source, after)) is not None
 
 
 def _key_ahead(source: Source, at: int) -> Reading[tuple[int, int] | None]:
@@ -347,22 +350,22 @@ def _key_ahead(source: Source, at: int) -> Reading[tuple[int, int] | None]:
         raise Cut
     end = at
     if quote in ('"', "'"):
-        end = yield from _behind_string(source, at + 1, quote)
+        end = yield from _string_end(source, at + 1, quote)
     else:
-        end = yield from source.behind(_KEY, at)
+        end = yield from source.after(_KEY, at)
     if end <= at:
         return None
-    colon = yield from source.behind_white(end)
+    colon = yield from source.after_white(end)
     char = yield from source.char(colon)
     if not char:
         raise Cut
     return (end, colon + 1) if char == ":" else None
 
 
-def _behind_string(source: Source, at: int, quote: str) -> Reading[int]:
+def _string_end(source: Source, at: int, quote: str) -> Reading[int]:
     """Return the end of a string that is on one line, or 0 if a line break comes first."""
     while True:
-        at = yield from source.behind(_IN_KEY, at)
+        at = yield from source.after(_IN_KEY, at)
         char = yield from source.char(at)
         if not char:
             raise Cut

@@ -9,16 +9,16 @@ from ..output_parser import Cut, Malformed, Reading, Source
 NAME = re.compile(r"[\w.:-]+")
 
 
-def see_arguments(source: Source) -> Reading[None]:
-    """Raise `Malformed` unless arguments come next, without a mark before them."""
-    at = yield from source.behind_white()
+def expect_arguments(source: Source) -> Reading[None]:
+    """Raise `Malformed` unless arguments come next, without a delimiter before them."""
+    at = yield from source.after_white()
     if (yield from source.char(at)) not in ("{", "`"):
         raise Malformed
 
 
 def skip_to(source: Source, mark: str) -> Reading[None]:
     """Take white space if ``mark`` follows it."""
-    at = yield from source.behind_white()
+    at = yield from source.after_white()
     if (yield from source.ahead(mark, at)):
         source.take(at)
 

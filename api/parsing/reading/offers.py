@@ -1,6 +1,6 @@
 """Tools of one request: their names, the types of their arguments, and a check of arguments.
 
-Text without a call's mark is a call only if its arguments fit. The check is partial: it reads
+Text without a call's delimiter is a call only if its arguments fit. The check is partial: it reads
 types, names and listed values, and ignores other keywords.
 """
 
@@ -16,7 +16,7 @@ from .json_text import INVALID
 if TYPE_CHECKING:
     from ...types.results import Tool
 
-MAX_SCHEMAS = 64  # schemas read to find the types of one value
+MAX_SCHEMAS = 64  # maximum number of schemas read to find the types of one value
 MAX_REF_CHARS = 1024
 _TYPES = {
     str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null",

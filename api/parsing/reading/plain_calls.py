@@ -1,4 +1,5 @@
-"""Calls without the marks of a format: JSON on its own lines, in a fence, or between other tags.
+"""Calls without the delimiters of a format: JSON on its own lines, in a fence, or between other
+tags.
 
 Models write such calls if their training had few calls, or calls in other formats. Each call must
 name an offered tool and have arguments that fit the tool, and must have no keys but the keys of a
@@ -27,9 +28,9 @@ _BLANKS = re.compile(r"[^\S\n]+")
 
 
 def plain_beginnings(own: Sequence[Beginning]) -> list[Beginning]:
-    """Return beginnings of calls that lack the marks of their format.
+    """Return beginnings of calls that lack the delimiters of their format.
 
-    ``own``: the format's own beginnings. A plain call ends at their marks.
+    ``own``: the format's own beginnings. A plain call ends at their delimiters.
     """
     marked = [each for each in own if each.where is Where.ANYWHERE]
     ends = Ends(begins={each.mark: () for each in marked})
@@ -51,12 +52,12 @@ def _object(call: CallState, ends: Ends) -> Reading[None]:
     source = call.source
     yield from JsonCall(call, ends).read()
     yield from surplus(call)
-    at = yield from source.behind_white()
-    behind = at
+    at = yield from source.after_white()
+    after = at
     if (yield from source.char(at)) in (",", ";"):
-        behind = yield from source.behind_white(at + 1)
-    if (yield from source.char(behind)) == "{":
-        source.take(behind)
+        after = yield from source.after_white(at + 1)
+    if (yield from source.char(after)) == "{":
+        source.take(after)
     else:
         yield from _line_end(call)
 

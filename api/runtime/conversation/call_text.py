@@ -9,7 +9,7 @@ from ...parsing.families import FAMILIES
 from ...parsing.formats.generic import as_text
 from .tools import json_text
 
-JSON_LISTS = ("granite", "phi4", "hunyuan")  # formats whose calls are a JSON list between two marks
+JSON_LISTS = ("granite", "phi4", "hunyuan")  # formats with calls in a JSON list, between delimiters
 PYTHON_LISTS = ("lfm2", "olmo3")  # formats whose calls are a list of Python calls
 
 

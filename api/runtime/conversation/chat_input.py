@@ -37,7 +37,7 @@ class Handle:
 
     @property
     def is_given(self) -> bool:
-        """Whether the caller gave the ids. If they do not match the message, it is an error."""
+        """Whether the caller gave the ids. Given ids that do not match the message are an error."""
         return bool(self.param)
 
 
@@ -46,7 +46,7 @@ class ChatInput:
     """A chat request.
 
     - ``messages``: the conversation in the shape that chat templates read, as in OpenAI's API.
-    - ``images``: the images whose marks are in the messages, in order.
+    - ``images``: the images whose placeholders are in the messages, in order.
     - ``handles``: token ids of messages, which are rendered in place of the messages' text.
     - ``params``: sampling parameters, including those for structured output (json_schema, regex,
       grammar, choice).
@@ -75,7 +75,7 @@ class ChatInput:
     def note(self, thinking: Thinking | None = None) -> PromptNote:
         """Return the record of the prompt for later explanations of cache misses.
 
-        ``thinking``: the model's reasoning marks.
+        ``thinking``: the delimiters of the model's reasoning.
         """
         parts = conversation_parts(self.messages, [tool.body for tool in self.shown_tools])
         return PromptNote(parts=parts, cache_key=self.cache_key, thinking=thinking)

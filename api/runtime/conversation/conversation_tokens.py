@@ -1,10 +1,10 @@
 """Token ids of a conversation: rendered text, with earlier answers by their original ids.
 
 The tokens of a sampled answer often differ from the encoding of its text. If the ids are known, the
-template renders the conversation with a mark in place of the answer; the text around the mark is
-encoded and the ids are spliced in. The conversation is also rendered without marks. Its text in
-place of a mark is the message as the template renders it, which shows whether the template keeps
-the whole answer, drops its reasoning, or changes it.
+template renders the conversation with a placeholder in place of the answer; the text around the
+placeholder is encoded and the ids are spliced in. The conversation is also rendered without
+placeholders. Its text in place of a placeholder is the message as the template renders it, which
+shows whether the template keeps the whole answer, drops its reasoning, or changes it.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from ...types.sampling_params import SamplingParams
 from ..preprocess import PromptTokens
 from .chat_input import ChatInput, Handle, splice_mark
 from .shield import NO_SHIELD, Shield
-from .token_history import Key, Place, TokenHistory, said_of
+from .token_history import Key, PrefixDigest, TokenHistory, message_digest
 
 TAIL_IDS = 32  # tokens at the end of a prompt that are searched for the start of reasoning
 MAX_ENDS = 16  # maximum number of positions that are tried as the end of a message
-MAX_TRIES = 8  # maximum number of renderings with marks for answers from the history
+MAX_TRIES = 8  # maximum number of renderings with placeholders for answers from the history
 NOT_WRITTEN = (
     "the chat template does not render this message as it was generated; leave token_ids out"
 )
@@ -54,10 +54,10 @@ class Slot:
 
     index: int
     message: Mapping[str, Any]
-    said: bytes
+    digest: bytes
     handle: Handle | None = None
-    # token ids of the message, by the digest of the ids before the message
-    places: Mapping[bytes, bytes] = field(default_factory=dict)
+    # remembered token ids of the message, by the digest of the ids before the message
+    ids_by_prefix: Mapping[bytes, bytes] = field(default_factory=dict)
     mark: str = ""
 
     @property
@@ -126,7 +126,7 @@ class ConversationTokens:
         return isinstance(pieces, list) and _fits_around(text, *pieces)
 
     async def _write_marked(self, chat: ChatInput, slots: Sequence[Slot], write: Write) -> str:
-        """Render the conversation with a mark in place of each message in ``slots``."""
+        """Render the conversation with a placeholder in place of each message in ``slots``."""
         if self.syntax.tool_parser != "harmony":
             return await write(_marked(chat, slots))
         text = await write(_marked(chat, slots, marked_call))
@@ -160,13 +160,13 @@ class ConversationTokens:
     def _slot(
         self, index: int, message: Mapping[str, Any], handle: Handle | None, owner: bytes
     ) -> Slot | None:
-        said = said_of(message)
-        if handle is not None and (said is not None or handle.is_given):
-            return Slot(index, message, said or b"", handle)
-        if said is None or self._history is None:
+        digest = message_digest(message)
+        if handle is not None and (digest is not None or handle.is_given):
+            return Slot(index, message, digest or b"", handle)
+        if digest is None or self._history is None:
             return None
-        places = self._history.places(owner, said)
-        return Slot(index, message, said, places=places) if places else None
+        found = self._history.ids_by_prefix(owner, digest)
+        return Slot(index, message, digest, ids_by_prefix=found) if found else None
 
 
 class Splicer:
@@ -183,11 +183,11 @@ class Splicer:
         self._shield = shield
         self._model, self._chat, self._text, self._slots = model, chat, text, slots
         self._tokenizer = model.tokenizer
-        # the request context is not available in worker threads
+        # read here, since the request context is not available in worker threads
         self._owner = owner_of(chat.params.cache_salt)
         self._known_ids: dict[str, list[int]] = {}  # encodings of texts after `token_ids`
         self._pending = ""  # text after `token_ids` that is not encoded yet
-        self._place = Place()  # digest of the ids so far
+        self._prefix = PrefixDigest()  # digest of the ids so far
         self._looks = True  # whether the prefix so far may still match answers in the history
         self.token_ids: list[int] = []
         self.num_spliced = 0
@@ -196,8 +196,8 @@ class Splicer:
     def splice(self, marked: str) -> Slot | None:
         """Assemble ``token_ids``. Return None, or the first message that ids cannot replace.
 
-        ``marked``: the conversation rendered with marks. Raises `InvalidRequest` if ids from the
-        caller do not match their message.
+        ``marked``: the conversation rendered with placeholders. Raises `InvalidRequest` if ids from
+        the caller do not match their message.
         """
         pieces = _split(marked, self._slots)
         if isinstance(pieces, Slot):
@@ -243,7 +243,7 @@ class Splicer:
         if raw is None:
             return None
         for text in texts:
-            found = self._stand(slot, text, raw)
+            found = self._match(slot, text, raw)
             if found is not None and (kept := self._from(ids, found.start, slot)) is not None:
                 self._pending += found.opening
                 self._put(kept)
@@ -270,15 +270,15 @@ class Splicer:
             if not pending.endswith(" "):
                 return None
             pending = pending[:-1]
-        place = self._place.behind(self._encoded(pending))
-        data = slot.places.get(place)
+        prefix = self._prefix.after(self._encoded(pending))
+        data = slot.ids_by_prefix.get(prefix)
         if data is None:
             return None
         ids = array("i", data).tolist()
         raw = self._raw(ids, tools=slot.has_calls or bool(self._chat.tools))
         if raw is None:
             return None
-        found = self._stand(slot, text, raw)
+        found = self._match(slot, text, raw)
         if found is None or found.opening != opening:
             return None
         kept = self._from(ids, found.start, slot)
@@ -286,16 +286,16 @@ class Splicer:
             return None
         self._pending = pending
         self._put(kept, is_exact=True)
-        self.used.append((self._owner, slot.said, place))
+        self.used.append((self._owner, slot.digest, prefix))
         return text
 
-    def _stand(self, slot: Slot, text: str, raw: str) -> Stand | None:
-        """Return how an answer's text ``raw`` matches the rendered ``text``.
+    def _match(self, slot: Slot, text: str, raw: str) -> AnswerMatch | None:
+        """Return how the text ``raw`` of an answer's token ids matches the rendered ``text``.
 
         Return None if it does not match.
         """
         plain, marks = self._shield.plain(text), self._model.syntax.thought_marks
-        found = stand(plain, raw, slot.message, marks)
+        found = match_answer(plain, raw, slot.message, marks)
         if found is None or not found.opening:
             return found
         return replace(found, opening=self._shield.head(text, len(found.opening)))
@@ -321,10 +321,10 @@ class Splicer:
             raw = self._raw(ids, tools=bool(tools))
             for tail in self._tails():
                 parser = self._model.syntax.parser(tools=tools, prompt_tail=tail)
-                if raw is not None and _says(parser, raw) == slot.said:
+                if raw is not None and _says(parser, raw) == slot.digest:
                     return raw
         raw = self._raw(ids, tools=None)
-        return raw if raw is not None and _says(PlainParser(), raw) == slot.said else None
+        return raw if raw is not None and _says(PlainParser(), raw) == slot.digest else None
 
     def _tails(self) -> list[str]:
         """Return the texts with which the prompt before the answer may have ended.
@@ -338,7 +338,7 @@ class Splicer:
         return [tail, tail + thinking.begin + thinking.label]
 
     def _raw(self, ids: Sequence[int], *, tools: bool | None) -> str | None:
-        """Return the text of an answer with its reasoning marks and, if ``tools``, its call marks.
+        """Return the text of an answer with its reasoning delimiters; if ``tools``, also of calls.
 
         If ``tools`` is None, special tokens are not shown. Return None if a token has no text,
         since the text would not show whether the token belongs to the message.
@@ -346,7 +346,7 @@ class Splicer:
         if self._tokenizer.has_silent(ids, self._shown(tools=tools)):
             return None
         text = self._detokenizer(tools=tools)
-        return text.push_all(ids) + text.flush()
+        return text.decode_all(ids) + text.finish()
 
     def _shown(self, *, tools: bool | None) -> frozenset[int]:
         return frozenset() if tools is None else self._model.syntax.shown_ids(tools=tools)
@@ -369,8 +369,8 @@ class Splicer:
         for index, token_id in enumerate(ids):
             if length >= start:
                 return ids[index:] if length == start else None
-            length += len(text.push(token_id))
-        return [] if length + len(text.flush()) == start else None
+            length += len(text.decode(token_id))
+        return [] if length + len(text.finish()) == start else None
 
     # -- the prompt -----------------------------------------------------------------------------
 
@@ -402,7 +402,7 @@ class Splicer:
 
     def _append(self, ids: Sequence[int]) -> None:
         self.token_ids += ids
-        self._place.add(ids)
+        self._prefix.add(ids)
         self._known_ids.clear()
 
 
@@ -414,10 +414,10 @@ def _marked(
     slots: Sequence[Slot],
     mark_call: Callable[[Mapping[str, Any], str], dict[str, Any]] | None = None,
 ) -> ChatInput:
-    """Return the conversation with a mark in place of each message in ``slots``.
+    """Return the conversation with a placeholder in place of each message in ``slots``.
 
     ``mark_call`` makes the message that replaces a message with calls. Without it, and for other
-    messages, the replacement is an assistant's message whose content is the mark.
+    messages, the replacement is an assistant's message whose content is the placeholder.
     """
     # random, so that no caller's text contains it
     nonce, messages = random_id(), list(chat.messages)
@@ -432,9 +432,11 @@ def _marked(
 
 
 def _split(marked: str, slots: Sequence[Slot]) -> list[str] | Slot:
-    """Return the texts around the marks, or a message whose mark is missing or out of order.
+    """Return the texts around the placeholders, or a message whose placeholder is missing or out of
+    order.
 
-    A mark that appears a second time stays in a text, so `Splicer.splice` will not find that text.
+    A placeholder that appears a second time stays in a text, so `Splicer.splice` will not find that
+    text.
     """
     pieces, at = [], 0
     for slot in slots:
@@ -485,54 +487,55 @@ def _without(slots: Sequence[Slot], failed: Slot, *, most: bool) -> list[Slot]:
 
 
 @dataclass(frozen=True, slots=True)
-class Stand:
+class AnswerMatch:
     """Match between an answer and the text that the template rendered for it."""
 
     start: int = 0  # index of the first character of the answer that the template keeps
     opening: str = ""  # end of the prompt, which the template renders as part of the message
 
 
-def stand(
+def match_answer(
     written: str, raw: str, message: Mapping[str, Any], thinking: Thinking | None
-) -> Stand | None:
-    """Return how a rendered text matches a generated one; None if they differ.
+) -> AnswerMatch | None:
+    """Return how the rendered text of an answer matches its generated text; None if they differ.
 
     White space is ignored, since templates trim it. Calls are not compared, since templates render
     them in their own form.
     """
     if written == raw:
-        return Stand()
+        return AnswerMatch()
     shown, said = _squashed(written), _squashed(raw)
     if shown == said:
-        return Stand()
+        return AnswerMatch()
     if message.get("tool_calls"):
-        return _stand_of_calls(written, raw, message, thinking)
+        return _match_calls(written, raw, message, thinking)
     if said.endswith(shown):
-        return Stand(_suffix(raw, len(shown)))
+        return AnswerMatch(_suffix(raw, len(shown)))
     if said and shown.endswith(said):
-        return Stand(opening=_opening(written, raw, len(said)))
+        return AnswerMatch(opening=_opening(written, raw, len(said)))
     return None
 
 
-def _stand_of_calls(
+def _match_calls(
     written: str, raw: str, message: Mapping[str, Any], thinking: Thinking | None
-) -> Stand | None:
+) -> AnswerMatch | None:
     if _squashed(message.get("content") or "") not in _squashed(written):
         return None
     end = raw.find(thinking.end) if thinking is not None else -1
     if thinking is None or end < 0:
-        return Stand()
+        return AnswerMatch()
     if thinking is HARMONY_THINK and not raw.startswith(thinking.begin):
-        return Stand()  # the mark ends a text before the call; harmony prompts open no reasoning
+        # Harmony also ends text before a call with this delimiter; its prompts open no reasoning.
+        return AnswerMatch()
     if thinking.end not in written:
         rest = raw[end + len(thinking.end) :]
-        return Stand(len(raw) - len(rest.lstrip("\n")))
+        return AnswerMatch(len(raw) - len(rest.lstrip("\n")))
     begin = thinking.begin + thinking.label
     if raw.lstrip().startswith(begin):
-        return Stand()
+        return AnswerMatch()
     opened = written[: written.find(begin) + len(begin)]
     breaks = written[len(opened) :]
-    return Stand(opening=opened + breaks[: len(breaks) - len(breaks.lstrip("\n"))])
+    return AnswerMatch(opening=opened + breaks[: len(breaks) - len(breaks.lstrip("\n"))])
 
 
 def _squashed(text: str) -> str:
@@ -559,9 +562,9 @@ def _opening(written: str, raw: str, count: int) -> str:
 
 
 def _openings(written: str, thinking: Thinking | None) -> list[str]:
-    """Return the texts with which the prompt of an answer may have continued the present prefix.
+    """Return the texts with which the prompt of an answer may have ended, after earlier messages.
 
-    They are "" and, if the rendered message begins with reasoning, the mark that opens reasoning.
+    They are "" and, if the rendered message begins with reasoning, its opening delimiter.
     """
     if thinking is None or not written.startswith(thinking.begin):
         return [""]
@@ -591,7 +594,7 @@ def _says(parser: OutputParser, raw: str) -> bytes | None:
                 calls.append({"name": name, "arguments": ""})
             case CallArguments(text):
                 calls[-1]["arguments"] += text
-    return said_of(
+    return message_digest(
         {
             "content": "".join(content),
             "reasoning_content": "".join(reasoning),

@@ -1,6 +1,6 @@
 """Custom tools: tools whose input is one text, which may have to follow a grammar.
 
-The model sees a function with one argument, ``input``; clients see the calls as custom tools'.
+The model sees a function with one argument, ``input``. Clients receive calls of a custom tool.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ INPUT: Mapping[str, Any] = {
 }
 """The arguments of a custom tool."""
 SYNTAXES = ("lark", "regex")
-MAX_DEFINITION = 20_000  # characters of a grammar
-NUM_KEPT = 64  # patterns of the newest grammars: an agent sends its tools with each request
+MAX_DEFINITION = 20_000  # maximum length of a grammar in characters
+NUM_KEPT = 64  # number of cached patterns: an agent sends the same grammars with each request
 _BEGIN = re.compile(r'\s*\{\s*"input"\s*:\s*"')
 _HIGH, _LOW = r"\\u[dD][89abAB][0-9a-fA-F]{2}", r"\\u[dD][c-fC-F][0-9a-fA-F]{2}"
 _CHARS = re.compile(
     rf'(?:[^"\\]|\\["\\/bfnrt]|{_HIGH}{_LOW}|(?!{_HIGH}|{_LOW})\\u[0-9a-fA-F]{{4}})*'
-)  # whole characters of a JSON string
+)  # complete characters of a JSON string, escaped or not
 
 
 def custom_tool(
@@ -76,7 +76,7 @@ def custom_tool(
 def _pattern(syntax: str, definition: str) -> str:
     """Return the pattern of a grammar's texts. Raises ValueError."""
     if len(definition) > MAX_DEFINITION:
-        raise ValueError(f"it has more than {MAX_DEFINITION} characters")
+        raise ValueError(f"the grammar has more than {MAX_DEFINITION} characters")
     is_lark = syntax == "lark"
     made = LLMatcher.grammar_from_lark if is_lark else LLMatcher.grammar_from_regex
     if problem := LLMatcher.validate_grammar(made(definition)):
@@ -95,11 +95,11 @@ def input_of(arguments: str) -> str:
 
 
 class InputReader:
-    """Reads the input of a call while its arguments, which are JSON, are written."""
+    """Decodes the input of a call while the JSON text of its arguments arrives."""
 
     def __init__(self) -> None:
         self._arguments: list[str] = []
-        self._held = ""  # text that was not read yet
+        self._held = ""  # JSON text of the input that was not decoded yet
         self._sent: list[str] = []
         self._is_open = False
 
@@ -124,7 +124,7 @@ class InputReader:
         return whole.removeprefix(sent) if whole.startswith(sent) else ""
 
     def whole(self) -> str:
-        """Return the input so far, or at the end the whole input."""
+        """Return the input decoded so far, or the text of arguments that have no input."""
         arguments = "".join(self._arguments)
         found = input_of(arguments)
         return "".join(self._sent) if self._is_open and found == arguments else found

@@ -60,7 +60,7 @@ class Turn:
         """Whether the message is the result of a tool call."""
         return self.role == "tool"
 
-    def saying(self, text: str) -> Turn:
+    def with_text(self, text: str) -> Turn:
         """Return a copy of the turn with another text."""
         return Turn({**self.message, "content": text}, self.index)
 
@@ -94,7 +94,7 @@ def _as_text(turns: Sequence[Turn], tools: Sequence[Tool]) -> list[Turn]:
         message = dict(each)
         index = message.pop(_INDEX, None)
         if index is None and found and found[-1].index is not None:
-            index = found[-1].index + 1  # the message contains results: index of the first result
+            index = found[-1].index + 1  # the index of the first result that the message contains
         found.append(Turn(message, index))
     return found
 
@@ -135,17 +135,17 @@ def _calling(
         results = [*results, *map(_no_result, missing)]
     found: list[Turn] = []
     message = {key: each for key, each in turn.message.items() if key != "tool_calls"}
-    if turn.text.strip() and not facts.calls_beside_words:
+    if turn.text.strip() and not facts.calls_with_content:
         found.append(Turn(message, turn.index))
-        message = {"role": "assistant", **facts.no_words}
-    elif not turn.message.get("content") or not facts.calls_beside_words:
+        message = {"role": "assistant", **facts.empty_content}
+    elif not turn.message.get("content") or not facts.calls_with_content:
         message.pop("content", None)
-        message |= facts.no_words
+        message |= facts.empty_content
     if len(calls) == 1 or facts.parallel_calls:
         return [*found, Turn({**message, "tool_calls": calls}, turn.index), *results]
     left = list(results)
     for number, call in enumerate(calls):
-        message = message if number == 0 else {"role": "assistant", **facts.no_words}
+        message = message if number == 0 else {"role": "assistant", **facts.empty_content}
         found.append(Turn({**message, "tool_calls": [call]}, turn.index))
         own = next((r for r in left if r.message["tool_call_id"] == _id_of(call)), None)
         if own is not None:
@@ -211,12 +211,12 @@ def _with_systems(turns: Sequence[Turn], facts: TemplateFacts) -> list[Turn]:
     if not facts.later_system:
         rest = [_as_user(turn) if turn.role == "system" else turn for turn in rest]
         if len(front) > 1:
-            front = [front[0].saying("\n\n".join(turn.text for turn in front))]
+            front = [front[0].with_text("\n\n".join(turn.text for turn in front))]
     if not front or (facts.system if rest else facts.system_alone):
         return [*front, *rest]
     text = "\n\n".join(turn.text for turn in front)
     if rest and rest[0].role == "user":
-        return [rest[0].saying(f"{text}\n\n{rest[0].text}"), *rest[1:]]
+        return [rest[0].with_text(f"{text}\n\n{rest[0].text}"), *rest[1:]]
     return [Turn({"role": "user", "content": text}, front[0].index), *rest]
 
 
@@ -235,7 +235,7 @@ def _alternating(turns: Sequence[Turn], facts: TemplateFacts) -> list[Turn]:
         elif last is None:
             pass
         elif last.is_result and turn.role == "user" and not facts.user_behind_results:
-            found[-1] = last.saying(f"{last.text}\n\n{turn.text}")
+            found[-1] = last.with_text(f"{last.text}\n\n{turn.text}")
             continue
         elif _clashes(last, turn, facts):
             found[-1] = _joined(last, turn)

@@ -36,7 +36,7 @@ def read_message(
 ) -> tuple[dict[str, Any], list[ImageSource]]:
     """Return a message in the shape of chat templates, and its images.
 
-    The content becomes one text with marks in place of images; other fields are kept. Raises
+    The content becomes one text with placeholders in place of images; other fields are kept. Raises
     `InvalidRequest`, which names the field under ``where``.
     """
     if "content" not in message and not message.get("tool_calls"):

@@ -43,7 +43,7 @@ class PromptNote:
 
     ``parts`` are in prompt order; if there are none, differences are shown in decoded tokens.
     ``cache_key``: the request's ``prompt_cache_key``, which is compared but does not isolate
-    prompts. ``thinking``: the model's reasoning marks.
+    prompts. ``thinking``: the delimiters of the model's reasoning.
     """
 
     parts: Sequence[Part] = ()
@@ -53,7 +53,7 @@ class PromptNote:
     num_bytes: int = field(init=False, repr=False, compare=False)  # approximate size
 
     def __post_init__(self) -> None:
-        """Compute the size when the note is made: for long conversations, that is in a thread."""
+        """Compute the size now, since notes of long conversations are made in a worker thread."""
         texts = sum(_num_bytes(part) for part in self.parts)
         names = sys.getsizeof(self.model) + sys.getsizeof(self.cache_key)
         object.__setattr__(self, "num_bytes", texts + names)
@@ -183,7 +183,7 @@ def common_len(first: Sliced, second: Sliced) -> int:
 class PromptLog:
     """The latest prompts of each owner, at most ``max_bytes`` together.
 
-    If they need more, `Shares` chooses the prompts to forget.
+    The memory is divided among owners by `Shares`, which decides what to forget when it is full.
     """
 
     def __init__(self, *, max_bytes: int = MAX_BYTES) -> None:

@@ -1,4 +1,4 @@
-"""SeenImages: the images of a conversation, from marks in messages to rows of image tokens."""
+"""SeenImages: a conversation's images, from placeholders in messages to rows of image tokens."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Parts = list[str | ImageSource]  # parts of a message
 
 @dataclass(frozen=True, slots=True)
 class SeenImages:
-    """The images of a conversation, in the order of their marks.
+    """The images of a conversation, in the order of their placeholders.
 
     ``place``: the text that stands for an image in a rendered conversation. ``token_id``: the id of
     the token that stands for each row of an image.
@@ -34,7 +34,8 @@ class SeenImages:
     token_id: int = -1
 
     def messages(self, messages: Messages, *, in_parts: bool) -> Messages:
-        """Return the messages with marks converted to image parts, as chat templates expect them.
+        """Return the messages with placeholders converted to image parts, as chat templates expect
+        them.
 
         ``in_parts``: convert all texts to lists of parts.
         """

@@ -38,7 +38,7 @@ Messages = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class ContentMarks:
-    """The marks of a model that are treated as text, by the role of the content."""
+    """The special tokens and delimiters that are treated as text, by the role of the content."""
 
     user: Marks
     system: Marks
@@ -46,9 +46,9 @@ class ContentMarks:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, syntax: Syntax, written: str) -> ContentMarks:
-        """Return the marks of a tokenizer and its template.
+        """Return the special tokens and delimiters of a tokenizer and its template.
 
-        ``written``: a rendered conversation, in which other added tokens are found.
+        ``written``: a rendered conversation. Added tokens in it belong to the template.
         """
         added = tokenizer.added_names
         special = {name for name, is_special in added.items() if is_special}
@@ -68,7 +68,7 @@ class ContentMarks:
         return found
 
     def shield(self, messages: Messages, tools: Sequence[Tool]) -> Shield:
-        """Return the shield of a conversation; `NO_SHIELD` if it contains no mark. O(text)."""
+        """Return the shield of a conversation; `NO_SHIELD` if it needs none. O(text)."""
         is_spelled = any(
             marks.is_in(text)
             for marks, value in self._contents(messages, tools)
@@ -84,7 +84,7 @@ class ContentMarks:
         return Shield(breaker, self)
 
     def of_role(self, role: object) -> Marks:
-        """Return the marks that are treated as text in messages of a role."""
+        """Return the special tokens and delimiters to treat as text in messages of a role."""
         if role in ("system", "developer"):
             return self.system
         return self.assistant if role == "assistant" else self.user
@@ -153,10 +153,10 @@ class Shield:
 
     @property
     def num_chars(self) -> int:
-        """Length to assume for a shorter text, so that it is encoded in a thread.
+        """Least number of characters to assume when deciding whether to encode in a thread.
 
-        It is 0 if no marks are broken up. Otherwise the first text creates another tokenizer, which
-        is slow.
+        It is 0 if no marks are broken up. Otherwise a short text is encoded in a thread too, since
+        the first one creates another tokenizer, which is slow.
         """
         return INLINE_CHARS + 1 if self.breaker else 0
 
@@ -176,7 +176,7 @@ class Shield:
         ``is_first``: the part begins the conversation.
         """
         if self.marks is None or self.breaker not in text:
-            return tokenizer.encode_word(text) if is_first else tokenizer.encode_behind(text)
+            return tokenizer.encode_word(text) if is_first else tokenizer.encode_after(text)
         encoder = tokenizer.literal(self.marks.user.names)
         return encoder.encode_with(text, {self.breaker: ""}, is_first=is_first)
 

@@ -66,7 +66,7 @@ CONTENTS: tuple[Mapping[str, Any], ...] = ({"content": ""}, {"content": NULL}, {
 class TemplateFacts:
     """Abilities of a chat template. Messages that need an ability it lacks are converted."""
 
-    parts_alone: bool = False  # content must be a list of parts
+    parts_only: bool = False  # content must be a list of parts
     system: bool = False  # a system message at the beginning
     system_alone: bool = False  # a system message without any other message
     later_system: bool = False  # a system message at a later place
@@ -75,11 +75,11 @@ class TemplateFacts:
     repeated_assistant: bool = False
     calls: bool = False  # tool calls
     parallel_calls: bool = False  # several calls in one message
-    calls_beside_words: bool = False  # a message with both content and calls
+    calls_with_content: bool = False  # a message with both content and calls
     lone_results: bool = False  # a result without a call
     unanswered_calls: bool = False
     user_behind_results: bool = False
-    no_words: Mapping[str, Any]  # the content field of a message that has only calls
+    empty_content: Mapping[str, Any]  # the content field of a message that has only calls
     arguments: Literal["object", "text"] = "object"
     cut_arguments: bool = False  # arguments that are not JSON, which are rendered unchanged
     # whether token ids can replace an assistant's message, by whether it has calls
@@ -88,9 +88,9 @@ class TemplateFacts:
     def strictest(self) -> TemplateFacts:
         """Return facts that allow only the plainest conversations."""
         return TemplateFacts(
-            parts_alone=self.parts_alone,
+            parts_only=self.parts_only,
             calls=self.calls,
-            no_words=self.no_words,
+            empty_content=self.empty_content,
             arguments=self.arguments,
             cut_arguments=self.cut_arguments,
             splices=self.splices,
@@ -116,7 +116,7 @@ async def probe(write: Write) -> TemplateFacts:
     result = _result("probe-g", CALL_ID, NAME)
     return replace(
         facts,
-        parts_alone=prober.parts_alone,
+        parts_only=prober.parts_only,
         system=await prober.shows(system, user),
         system_alone=await writes(system),
         later_system=await writes(user, system, later, words, late_system),
@@ -134,7 +134,7 @@ class _Prober:
 
     def __init__(self, write: Write) -> None:
         self._write = write
-        self.parts_alone = False
+        self.parts_only = False
 
     async def writes(self, *messages: Mapping[str, Any], extra: Sequence[str] = ()) -> bool:
         """Whether the template renders the words of all messages in order, and all of ``extra``."""
@@ -155,7 +155,7 @@ class _Prober:
 
         Some templates render nothing without tools, so the rendering is repeated with a tool.
         """
-        if self.parts_alone:
+        if self.parts_only:
             messages = [_in_parts(message) for message in messages]
         return await self._write(messages) or await self._write(messages, tools=[TOOL])
 
@@ -163,19 +163,19 @@ class _Prober:
         """Find out whether the template requires content as a list of parts."""
         user = _user("probe-a")
         if not await self.writes(user):
-            self.parts_alone = True
-            self.parts_alone = await self.writes(user)
+            self.parts_only = True
+            self.parts_only = await self.writes(user)
 
     async def find_calls(self) -> TemplateFacts:
         """Find out whether and how the template renders calls."""
         user, result = _user("probe-a"), _result("probe-g", CALL_ID, NAME)
         other = _result("probe-h", OTHER_ID, OTHER_NAME)
-        for no_words in CONTENTS:
-            found = await self._form_of_arguments(user, result, no_words)
+        for empty_content in CONTENTS:
+            found = await self._form_of_arguments(user, result, empty_content)
             if found is not None:
                 break
         else:
-            return TemplateFacts(no_words=CONTENTS[0])
+            return TemplateFacts(empty_content=CONTENTS[0])
         first, second = _call(found, CALL_ID, NAME), _call(found, OTHER_ID, OTHER_NAME)
         cut = {**first, "function": {"name": NAME, "arguments": CUT_TEXT}}
         both = _calling(found, first, second)
@@ -185,15 +185,15 @@ class _Prober:
             found,
             calls=True,
             cut_arguments=CUT_TEXT in text and f'"{CUT_TEXT}' not in text,
-            calls_beside_words=NAME in await self.text([user, spoken, result]),
+            calls_with_content=NAME in await self.text([user, spoken, result]),
             parallel_calls=await self.writes(user, both, result, other, extra=[OTHER_NAME]),
         )
 
     async def _form_of_arguments(
-        self, user: Mapping[str, Any], result: Mapping[str, Any], no_words: Mapping[str, Any]
+        self, user: Mapping[str, Any], result: Mapping[str, Any], empty_content: Mapping[str, Any]
     ) -> TemplateFacts | None:
         """Return the form of arguments that the template renders; None if it renders no calls."""
-        forms = [TemplateFacts(no_words=no_words, arguments=each) for each in FORMS]
+        forms = [TemplateFacts(empty_content=empty_content, arguments=each) for each in FORMS]
         texts = [
             await self.text([user, _calling(facts, _call(facts, CALL_ID, NAME)), result])
             for facts in forms
@@ -206,7 +206,7 @@ class _Prober:
 
 
 def _calling(facts: TemplateFacts, *calls: Mapping[str, Any]) -> Mapping[str, Any]:
-    return {"role": "assistant", **facts.no_words, "tool_calls": list(calls)}
+    return {"role": "assistant", **facts.empty_content, "tool_calls": list(calls)}
 
 
 def _user(word: str) -> Mapping[str, Any]:

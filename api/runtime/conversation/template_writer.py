@@ -49,7 +49,7 @@ class TemplateWriter:
     async def _found(self) -> TemplateFacts:
         tokenizer = self._llm.tokenizer
         if not tokenizer.chat_template:
-            return TemplateFacts(no_words=CONTENTS[0])
+            return TemplateFacts(empty_content=CONTENTS[0])
         facts = await probe(tokenizer.try_chat)
         write = partial(self._written, facts=facts, seen=NO_IMAGES, shield=NO_SHIELD)
         splices = {kind: await self._can_splice(PROBES[kind], write) for kind in PROBES}
@@ -93,7 +93,7 @@ class TemplateWriter:
     ) -> str:
         work = partial(self._turns, chat, facts, shield)
         turns, tools = await self._llm.tokenizer.apart(_size(chat), work)
-        messages = seen.messages([turn.message for turn in turns], in_parts=facts.parts_alone)
+        messages = seen.messages([turn.message for turn in turns], in_parts=facts.parts_only)
         try:
             text = await self._llm.render_text(messages, chat.template, tools=tools, is_try=True)
         except TemplateRefusal as error:

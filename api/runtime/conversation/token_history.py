@@ -21,7 +21,7 @@ Key: TypeAlias = tuple[Owner, Digest, Digest]
 _json = msgspec.json.Encoder(order="deterministic")
 
 
-class Place:
+class PrefixDigest:
     """A digest of the token ids before a message, which is updated when ids are appended."""
 
     def __init__(self, token_ids: Sequence[int] = ()) -> None:
@@ -32,18 +32,18 @@ class Place:
         """Append token ids. O(token ids)."""
         self._hash.update(array("i", token_ids).tobytes())
 
-    def behind(self, token_ids: Sequence[int]) -> Digest:
+    def after(self, token_ids: Sequence[int]) -> Digest:
         """Return the digest after appending these ids, without changing the object."""
         copied = self._hash.copy()
         copied.update(array("i", token_ids).tobytes())
         return copied.digest()
 
 
-def said_of(message: Mapping[str, Any]) -> Digest | None:
-    """Return the digest of an assistant's message as clients see it.
+def message_digest(message: Mapping[str, Any]) -> Digest | None:
+    """Return the digest of an assistant's message as clients see it; None if it is not text.
 
     It covers content, reasoning and tool calls. Call ids, the order of arguments, and white space
-    around the content of a message with calls are ignored. None if the content is not text.
+    around the content of a message with calls are ignored.
     """
     content = message.get("content") or ""
     if not isinstance(content, str):
@@ -73,7 +73,7 @@ def _call(call: Mapping[str, Any]) -> tuple[object, object]:
 class TokenHistory:
     """The token ids of each owner's latest answers, at most ``max_bytes`` together.
 
-    If they need more, `Shares` chooses the answers to forget.
+    The memory is divided among owners by `Shares`, which decides what to forget when it is full.
     """
 
     def __init__(self, *, max_bytes: int = MAX_BYTES) -> None:
@@ -91,49 +91,49 @@ class TokenHistory:
         return owner in self._owners
 
     def put(
-        self, owner: Owner, salt: str | None, said: Digest, place: Digest, ids: Sequence[int]
+        self, owner: Owner, salt: str | None, digest: Digest, prefix: Digest, ids: Sequence[int]
     ) -> None:
         """Remember an answer. O(ids).
 
         It replaces an answer with the same text after the same token ids.
         """
-        key = (owner, said, place)
+        key = (owner, digest, prefix)
         self._forget(key)
         data = array("i", ids).tobytes()
-        self._owners.setdefault(owner, {}).setdefault(said, {})[place] = data
+        self._owners.setdefault(owner, {}).setdefault(digest, {})[prefix] = data
         self._salts[owner] = salt
         self._shares.add(owner, key, len(data) + OVERHEAD)
         while (excess := self._shares.excess()) is not None:
             self._forget(excess)
 
-    def places(self, owner: Owner, said: Digest) -> Mapping[Digest, bytes]:
-        """Return the token ids (int32) of an owner's answers with the text of digest ``said``.
+    def ids_by_prefix(self, owner: Owner, digest: Digest) -> Mapping[Digest, bytes]:
+        """Return the token ids (int32) of an owner's answers whose message has this digest.
 
-        They are indexed by the digest of the ids before each answer, see `Place`.
+        They are indexed by the digest of the ids before each answer, see `PrefixDigest`.
         """
-        return dict(self._owners.get(owner, {}).get(said, {}))
+        return dict(self._owners.get(owner, {}).get(digest, {}))
 
     def touch(self, key: Key) -> None:
         """Mark an answer as recently used, if it is still remembered."""
-        owner, said, place = key
-        if place in self._owners.get(owner, {}).get(said, {}):
+        owner, digest, prefix = key
+        if prefix in self._owners.get(owner, {}).get(digest, {}):
             self._shares.touch(key)
 
     def flush(self, *salts: str | None) -> None:
         """Forget the answers under these cache salts; all if no salt is given. O(answers)."""
         for owner, salt in list(self._salts.items()):
             if not salts or salt in salts:
-                for said, places in list(self._owners[owner].items()):
-                    for place in list(places):
-                        self._forget((owner, said, place))
+                for digest, prefixes in list(self._owners[owner].items()):
+                    for prefix in list(prefixes):
+                        self._forget((owner, digest, prefix))
 
     def _forget(self, key: Key) -> None:
-        owner, said, place = key
+        owner, digest, prefix = key
         texts = self._owners.get(owner, {})
-        if texts.get(said, {}).pop(place, None) is None:
+        if texts.get(digest, {}).pop(prefix, None) is None:
             return
         self._shares.remove(key)
-        if not texts[said]:
-            del texts[said]
+        if not texts[digest]:
+            del texts[digest]
         if not texts:
             del self._owners[owner], self._salts[owner]

@@ -128,7 +128,7 @@ class ResponseFormat(Struct, kw_only=True):
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaSpec | None = None
-    schema: dict[str, Any] | None = None  # schema of a json_object, as other servers accept it
+    schema: dict[str, Any] | None = None  # schema of type json_object, which other servers accept
 
 
 class StructuredOutputs(Struct, kw_only=True):

@@ -75,7 +75,7 @@ class Decider:
             for label in listed:
                 if label not in known:
                     literal = tokenizer.names_special(label)
-                    known[label] = tuple(tokenizer.encode_behind(label, is_literal=literal))
+                    known[label] = tuple(tokenizer.encode_after(label, is_literal=literal))
             try:
                 return LabelTree([known[label] for label in listed])
             except ValueError as error:
@@ -217,4 +217,4 @@ class _Prompts:
         tail = tokenizer.decode(prompt_ids[-TAIL_IDS:], skip_special_tokens=False)
         if thinking.state(tail) is not ThinkingState.OPEN:
             return []
-        return tokenizer.encode_behind(f"{thinking.end}\n\n")
+        return tokenizer.encode_after(f"{thinking.end}\n\n")

@@ -57,9 +57,10 @@ class PooledPrompts:
     ``prompt_of`` and ``pooling_of`` return the token ids of a prompt and what to read, from its
     index.
 
-    At most as many prompts as may run at once are prepared and submitted, so that the queue stays
-    available to other callers and memory does not grow with ``count``. A call whose first prompt
-    finds the queue full is refused; later prompts wait for room.
+    Prompts are prepared and submitted only while fewer prompts of the call run than may run at
+    once, so that the queue stays available to other callers and memory does not grow with
+    ``count``. A call whose first prompt finds the queue full is refused; later prompts wait for
+    room.
     """
 
     def __init__(

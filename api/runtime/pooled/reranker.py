@@ -28,7 +28,7 @@ JUDGE = (
 """Prompt texts of Qwen3-Reranker, used for all models that answer yes or no."""
 PROBES = ("foretokenquery", "foretokendocument")  # texts to find in a rendered prompt
 TEMPLATE_OPTIONS = {"add_generation_prompt": True, "enable_thinking": False}
-ROLE = re.compile("""['"]query['"]""")  # marks a template that has the role "query"
+ROLE = re.compile("""['"]query['"]""")  # matches in a template with the role "query"
 WORDS = ("no", "yes")
 
 
@@ -39,7 +39,7 @@ def score_of(numbers: array[float]) -> float:
 
 
 def ranked(pooled: Sequence[Pooled], top_n: int | None = None) -> list[tuple[int, float]]:
-    """Return index and score of the ``top_n`` best documents, or of all, best first."""
+    """Return (index, score) of the ``top_n`` best documents, or of all, best first."""
     scores = [score_of(each.numbers) for each in pooled]
     order = sorted(range(len(scores)), key=lambda index: -scores[index])
     return [(index, scores[index]) for index in order[:top_n]]
@@ -88,7 +88,7 @@ class Reranker:
             raise InvalidRequest("the model cannot rerank: no chat template", param="model")
         ids, vocab_size = self._llm.built.pooling.score_ids, self._llm.built.vocab_size
         if ids is None:
-            found = [self._llm.tokenizer.encode_behind(word) for word in WORDS]
+            found = [self._llm.tokenizer.encode_after(word) for word in WORDS]
             if any(len(each) != 1 for each in found):
                 message = 'the model cannot rerank: its vocabulary lacks a token "yes" or "no"'
                 raise InvalidRequest(message, param="model")

@@ -17,17 +17,19 @@ from .foreign_pages import PAGE_FILES, PAGE_PATHS, foreign_page
 
 # load balancers must see that a server is alive, even if it is full
 OPEN_PATHS = frozenset({"/health"})
-IS_SPARE = "is_spare"  # key in a scope's state: the connection exceeds the limit
+IS_SPARE = "is_spare"  # set in the ASGI state of a connection above the limit
 OPERATOR_PREFIX = "/debug/"
 VERSIONS = ("1.1", "1.0")
 JSON, FORM = "application/json", "multipart/form-data"
 UPLOAD_PATH = "/v1/files"
 CLOSE = {"connection": "close"}
-FIELD_BYTES = 4  # bytes of a header field besides name and value: ": " and CRLF
+FIELD_BYTES = 4  # bytes of a header field in addition to name and value: ": " and CRLF
 
 
 class AuthMiddleware:
-    """Rejects callers without an API key and web pages of other origins. Records each caller.
+    """Rejects callers without an API key and web pages of other origins.
+
+    Stores the caller of each request in its context.
 
     Every path requires the key unless it is in ``OPEN_PATHS``. The path is read from the scope,
     since the Host header can be forged.
@@ -51,8 +53,8 @@ class AuthMiddleware:
             await self.app(scope, receive, send)
             return
         state = scope.setdefault("state", {})
-        offered = _offered(scope)
-        known = _among(self._callers, offered)
+        offered = _key_digests(scope)
+        known = _known_key(self._callers, offered)
         state["is_admin"] = self._all_are_admins or known in self._admins
         refusal = self.refusal(scope, known)
         answer = self.app if refusal is None else error_response(scope, refusal)
@@ -71,7 +73,7 @@ class AuthMiddleware:
     def handshake_refusal(self, scope: Scope) -> ApiError | None:
         """Return the error for a WebSocket's handshake that is refused, as for a GET request."""
         request = {**scope, "method": "GET"}
-        return self.refusal(request, _among(self._callers, _offered(request)))
+        return self.refusal(request, _known_key(self._callers, _key_digests(request)))
 
     def _malformed(self, scope: Scope) -> ApiError | None:
         if scope["http_version"] not in VERSIONS:
@@ -100,7 +102,7 @@ class AuthMiddleware:
         is_operators = path in self._operator_paths or path.startswith(OPERATOR_PREFIX)
         is_page = path in PAGE_PATHS or (path.startswith(PAGE_FILES) and not is_operators)
         if refusal is not None or (is_page and self._has_page):
-            return refusal  # the page has no private content and asks for the key itself
+            return refusal  # None for a page: it holds no secrets and asks the user for the key
         needs_admin = is_operators and not self._all_are_admins
         if known is None and (self._needs_key or needs_admin):
             return ApiError(
@@ -130,13 +132,13 @@ def _not_json(scope: Scope) -> ApiError | None:
     if scope["method"] != "POST" or given in ("", JSON) or given.endswith("+json"):
         return None
     if scope["path"] == UPLOAD_PATH and given == FORM:
-        return None  # an upload has no effect by itself, and its origin was checked
+        return None  # a stored file has no effect, and the request's origin was checked
     message = f"Content-Type must be {JSON} (curl: use --json instead of -d), not {given}"
     return ApiError(415, message)
 
 
 def needs_admin_key(what: str) -> ApiError:
-    """Return a 403 error: the action ``what`` affects all callers."""
+    """Return the 403 error for ``what``, an action that affects all callers."""
     message = f"{what} needs an admin key (--admin-key)"
     return ApiError(403, message, kind="permission_error", code="admin_key_needed")
 
@@ -151,8 +153,8 @@ def _digests(keys: Sequence[str]) -> list[bytes]:
     return [caller_of(key.encode("utf-8", "surrogateescape")) for key in keys]
 
 
-def _offered(scope: Scope) -> list[bytes]:
-    """Return the digests of all keys in a request. They have the same length."""
+def _key_digests(scope: Scope) -> list[bytes]:
+    """Return the digest of each key in a request. All digests have the same length."""
     scheme, _, token = header(scope, b"authorization").partition(" ")
     api = api_of(scope)
     shown = [token.strip() if scheme.lower() == "bearer" else ""]
@@ -163,7 +165,7 @@ def _offered(scope: Scope) -> list[bytes]:
     return [caller_of(key) for key in shown if key]
 
 
-def _among(digests: Sequence[bytes], offered: Sequence[bytes]) -> bytes | None:
+def _known_key(digests: Sequence[bytes], offered: Sequence[bytes]) -> bytes | None:
     """Return the first known key in a request, comparing all keys in constant time."""
     found = [digest for digest in digests for each in offered if hmac.compare_digest(digest, each)]
     return found[0] if found else None

@@ -18,7 +18,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from ...serving.errors import ApiError
 from ...serving.limits import Limits
-from ..observation.request_log import BROKEN_OFF, refusal_of
+from ..observation.request_log import CONNECTION_ERROR, refusal_of
 from .auth import IS_SPARE
 
 logger = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class QuickSends(h11.Connection):
     known length are held back until its body, so that one system call sends both.
     """
 
-    _header = b""  # headers held back for their body
+    _header = b""  # encoded headers to be sent together with the body
 
     def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
         """Return the next event. The target of a request is converted by `origin_form`."""
@@ -96,7 +96,7 @@ class Connection(H11Protocol):
     limits: ClassVar[Limits] = Limits()
     _header_timer: asyncio.TimerHandle | None = None
     _body_timer: asyncio.TimerHandle | None = None
-    _body_cycle: RequestResponseCycle | None = None  # the request whose body is due
+    _body_cycle: RequestResponseCycle | None = None  # the request whose body is still to arrive
     _write_timer: asyncio.TimerHandle | None = None
     _num_drained = 0
     _is_spare = False
@@ -108,8 +108,8 @@ class Connection(H11Protocol):
         self.conn = QuickSends(h11.SERVER, self.limits.max_header_bytes)
         self.logger = _http_logger
         self.timeout_keep_alive = self.limits.idle_seconds  # type: ignore[assignment]
-        # A larger buffer would count up to 64 KiB of unread data as written, as TLS still does. Not
-        # 0, since TLS would then pause with nothing to write.
+        # With a larger buffer, up to 64 KiB of unread data would count as sent. (With TLS, they
+        # still do.) The limit is not 0, since TLS would then pause when nothing is left to send.
         transport.set_write_buffer_limits(high=1, low=0)
         num_beyond = len(self.connections) - self.limits.max_connections
         if num_beyond > NUM_SPARE:
@@ -228,8 +228,8 @@ class Connection(H11Protocol):
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             self.transport.abort()
             return
-        begun = self.conn.our_state is h11.SEND_RESPONSE  # the path of the request is known
-        answer = self._broken_off(refusal) if begun else refusal.response()
+        begun = self.conn.our_state is h11.SEND_RESPONSE  # request headers are complete
+        answer = self._interrupted(refusal) if begun else refusal.response()
         headers = [*answer.raw_headers, (b"connection", b"close")]
         events = (
             h11.Response(status_code=refusal.status, headers=headers),
@@ -244,10 +244,10 @@ class Connection(H11Protocol):
         self._forget_body()
         self._body_timer = self.loop.call_later(LINGER_SECONDS, self.transport.abort)
 
-    def _broken_off(self, refusal: ApiError) -> Response:
-        """Return the error response to a request that ended early, and record the error."""
+    def _interrupted(self, refusal: ApiError) -> Response:
+        """Return the response for an incomplete request, and store the error for the log."""
         scope = cast("Scope", self.scope)
-        scope["state"][BROKEN_OFF] = refusal
+        scope["state"][CONNECTION_ERROR] = refusal
         # Run outside the current context, which may belong to the previous request.
         return Context().run(refusal_of, scope, refusal)
 

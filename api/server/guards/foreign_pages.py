@@ -17,7 +17,7 @@ from ...serving.errors import ApiError
 from ...serving.settings import Settings
 from ...types.request_context import header
 
-PAGE_PATHS = frozenset({"/", "/docs"})  # a link on any page may lead to these paths
+PAGE_PATHS = frozenset({"/", "/docs"})  # a page of another origin may link to these paths
 PAGE_FILES = "/ui/"  # path prefix of the pages' files and of the live page's events
 # names of loopback, and Docker's name for the host as seen from a container
 LOCAL_SUFFIXES = (".localhost", "host.docker.internal")
@@ -27,10 +27,10 @@ OTHER_SITES = ("cross-site", "same-site")  # another port of this machine counts
 def foreign_page(scope: Scope, settings: Settings) -> ApiError | None:
     """Return a 403 error for a request from a page of another origin; None if it is allowed.
 
-    Only for servers without API keys.
+    Servers with API keys allow every page, since a page of another origin does not know a key.
     """
     if settings.api_keys:
-        return None  # a page does not know the key
+        return None
     host = header(scope, b"host")
     checks_host = settings.loopback_only or bool(settings.allowed_hosts)
     if checks_host and not _is_allowed(host, settings.allowed_hosts):

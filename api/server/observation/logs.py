@@ -80,7 +80,7 @@ def _fields(record: logging.LogRecord) -> Iterator[tuple[str, object]]:
 
 
 def log_request(request: RequestContext, seconds: float) -> None:
-    """Log a finished request in one line. Health checks and scrapes: only at level debug."""
+    """Log a finished request in one line. Health checks and scrapes are logged at level debug."""
     level = logging.DEBUG if request.is_probe else logging.INFO
     if logger.isEnabledFor(level):
         fields = {

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 CLIENT_CLOSED = 499  # status that proxies log if the client disconnects before the answer
 SERVER_ERROR = 500
-BROKEN_OFF = "broken_off"  # key in a scope's state: an error that the connection sent itself
+CONNECTION_ERROR = "connection_error"  # scope state: an error that the connection has sent
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}")
 
 
@@ -94,9 +94,9 @@ class RequestLog:
             context.status = context.status or SERVER_ERROR
             raise
         finally:
-            broken_off: ApiError | None = context.scope["state"].get(BROKEN_OFF)
-            if broken_off is not None:
-                context.status, context.error = broken_off.status, broken_off
+            error: ApiError | None = context.scope["state"].get(CONNECTION_ERROR)
+            if error is not None:
+                context.status, context.error = error.status, error
             context.status = context.status or CLIENT_CLOSED
 
 

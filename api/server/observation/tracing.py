@@ -222,7 +222,7 @@ class Telemetry(EngineObserver):
                 self._describe_http(span, http)
 
     def _describe_http(self, span: trace.Span, http: RequestContext) -> None:
-        if http.answered_ns:  # the rest is text processing and the network
+        if http.answered_ns:  # this span covers text processing and sending
             self._child(None, "emit", http.answered_ns, time.time_ns())
         span.update_name(f"{http.method} {http.route}")
         span.set_attributes(
@@ -263,7 +263,7 @@ class Telemetry(EngineObserver):
         if self._live:
             for scheduled in plan.requests:
                 live = self._live.get(scheduled.request_id)
-                if live is not None and live.arrival <= began:  # an earlier request had the same id
+                if live is not None and live.arrival <= began:  # an earlier request had this id
                     live.take_part(scheduled, output, began, ended)
         self._steps_due += self._step_rate
         if self._steps_due >= 1:

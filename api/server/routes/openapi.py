@@ -54,7 +54,7 @@ QUERY: Mapping[str, Schema] = {
 }
 """Query parameters by name."""
 
-STATUSES: Mapping[int, str] = {  # without the errors of the connection, which precede any route
+STATUSES: Mapping[int, str] = {  # statuses sent before routing are not listed
     400: "A header, a parameter or a field of the body is invalid; the error names it.",
     401: "The API key is missing or wrong.",
     403: "An admin key is required, or the path must not be read.",

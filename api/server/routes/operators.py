@@ -50,7 +50,7 @@ class OperatorRoutes(Endpoints):
 
     @post("/debug/audit", protocol.Audit, errors=(403, 503), is_operators=True)
     async def audit(self, _request: Request) -> Response:
-        """Return the owners of all KV pages and the violated rule, if any."""
+        """Return the owners of all KV pages, and the first violated invariant, if any."""
         return JsonResponse(await self.service.llm.engine.audit())
 
     @get("/replicas", protocol.ReplicaList, errors=(403,), is_operators=True)

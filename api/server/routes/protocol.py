@@ -126,7 +126,7 @@ class Status(Struct, kw_only=True):
 
 
 class Audit(Struct, kw_only=True, omit_defaults=True):
-    """Answer of /debug/audit: owners of all KV pages, and the violated rule, if any.
+    """Answer of /debug/audit: owners of all KV pages, and the first violated invariant.
 
     ``states``: owners of the slots for recurrent states, for models that have them.
     """

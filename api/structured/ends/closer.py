@@ -17,8 +17,8 @@ from .token_table import MARKS, TokenTable
 Ids = Sequence[int]
 FIRST_NODES, WIDE_NODES = 2000, 300  # maximum numbers of nodes to search for the shortest answer
 NODES = 600  # maximum number of nodes of later searches
-LEAST_ZONE = 24  # with fewer spare tokens than this and the growth, every token is judged
-COSTLY = 4  # maximum of the average number of bytes per token of a completion
+LEAST_ZONE = 24  # minimum of `Closer.zone` in tokens
+COSTLY = 4  # token limit of a search, per token of a useful completion
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +35,7 @@ class Closer:
 
     @property
     def zone(self) -> int:
-        """If a completion would leave fewer tokens than this, each possible next one is judged."""
+        """Largest number of spare tokens at which every possible next token is judged."""
         return self.growth + LEAST_ZONE
 
     @cached_property
@@ -44,8 +44,8 @@ class Closer:
         return max(map(len, self.hints.values), default=0)
 
     @cached_property
-    def may_end_words(self) -> NDArray[np.bool_]:
-        """Mask [vocab] of the tokens that may complete a mark at the end of free text."""
+    def may_end_text(self) -> NDArray[np.bool_]:
+        """Mask [vocab] of the tokens that may complete a delimiter at the end of free text."""
         found = np.zeros(self.tokens.size, dtype=np.bool_)
         found[self.table.special] = True
         lasts = {text[-1:] for ids in self.hints.marks if (text := text_of(self.tokens, ids))}
@@ -107,7 +107,7 @@ class Closer:
         whole = [*end, self.tokens.end]
         return bool(matcher.validate_tokens(whole) == len(whole) if end else matcher.is_accepting())
 
-    def behind(self, end: Ids, token_id: int) -> list[Ids]:
+    def after_token(self, end: Ids, token_id: int) -> list[Ids]:
         """Return candidates for a completion after a token, given the completion ``end`` before it.
 
         They are ``end`` without parts that the token may have written already, and ``end`` itself.
@@ -120,7 +120,8 @@ class Closer:
                 if part and text.startswith(part, at) and at + len(part) < len(text):
                     found.append(self._without(end, at + len(part)))
         if said and len(said) < len(text):
-            found.append(self._without(end, len(said)))  # the length of the text may be limited
+            # If the length of the text is limited, the token shortens the rest by as many bytes.
+            found.append(self._without(end, len(said)))
         return [*found, end]
 
     def _without(self, end: Ids, num_bytes: int) -> Ids:

@@ -103,7 +103,9 @@ class HintFinder:
         return [] if quote is None else [[quote]]
 
     def _marks(self, field: str, source: str) -> Iterator[Ids]:
-        """Yield the texts that may end a free text: a quotation mark, and marks in the grammar."""
+        """Yield the texts that may end a free text: a quotation mark, and delimiters in the
+        grammar.
+        """
         yield from self._text_ends()
         if field != "grammar":
             return

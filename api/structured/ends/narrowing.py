@@ -21,7 +21,7 @@ NUM_FREE = 3  # number of tokens to sample if any text may follow
 NUM_FIRSTS = 12  # number of tokens with different first bytes to sample
 NUM_BYTES = 3  # maximum number of tokens to complete a character
 TIGHT = 4  # with fewer spare tokens than this, samples are not representative
-ROOMY = 32  # with this many more spare tokens than the longest hint, text without marks is allowed
+ROOMY = 32  # text without quotes is allowed if the longest hint leaves this many spare tokens
 NUM_KNOWN = 8  # maximum number of known completions to try after every token
 
 
@@ -49,7 +49,7 @@ class Narrowing:
         """Return the late tokens among those that ``mask`` [vocab] allows."""
         allowed, is_free = np.flatnonzero(mask), self._table.is_free(mask)
         if not self._end and is_free:  # free text, which may be truncated anywhere
-            return self._late(allowed[self._closer.may_end_words[allowed]])
+            return self._late(allowed[self._closer.may_end_text[allowed]])
         if len(allowed) <= FEW:
             return self._late(allowed)
         is_named = np.isin(allowed, self._closer.hints.named)
@@ -126,7 +126,7 @@ class Narrowing:
                 self._matcher.rollback(1)
 
     def _guesses(self, token_id: int) -> Iterator[Ids]:
-        yield from self._closer.behind(self._end, token_id)
+        yield from self._closer.after_token(self._end, token_id)
         yield from self.known
 
     def _completes(self, end: Ids) -> bool:
@@ -135,7 +135,7 @@ class Narrowing:
     def _fits(self, end: Ids) -> bool:
         """Whether a completion has at most ``most`` tokens, encoded in tokens that are allowed."""
         if len(end) < self._most:
-            return True  # another encoding may take one more token
+            return True  # even if an allowed encoding takes one more token
         written = self._closer.written(self._matcher, end) if len(end) == self._most else None
         return written is not None and len(written) <= self._most
 

@@ -27,12 +27,12 @@ COMMA, COLON, QUOTE = b',:"'
 STRUCTURE = frozenset(b'[{(]}),"')
 ENDS_OF_VALUES, BETWEEN_VALUES = b'}])"<', b",\n"
 OF_NUMBERS = b"0123456789.eE+-"
-BEHIND_VALUES = frozenset(b",:]}) \n\r\t")  # bytes that may follow a value or a key
+AFTER_VALUES = frozenset(b",:]}) \n\r\t")  # bytes that may follow a value or a key
 # first bytes of values and keys, including blanks
 BEGINNINGS = frozenset(b'"{[-0123456789tfn \n\r\t')
 LINE_BREAK, BLANKS = b"\n"[0], frozenset(b" \n\r\t")
 BOTH_BLANKS = frozenset(b" \n")  # allowed between JSON elements and never inside a string
-LAYOUT = BEGINNINGS | BEHIND_VALUES  # all bytes that may be allowed between JSON elements
+LAYOUT = BEGINNINGS | AFTER_VALUES  # all bytes that may be allowed between JSON elements
 BLANK_COST = 1024  # cost of an unnecessary blank in tokens, when nodes are ordered
 DIGITS, LETTERS, CAPITALS = range(0x30, 0x3A), range(0x61, 0x7B), range(0x41, 0x5B)
 KINDS = (DIGITS, LETTERS, CAPITALS)
@@ -45,7 +45,7 @@ WORDS = bytes(0x77 if chr(byte).isalnum() or byte >= HIGH else byte for byte in 
 MOST_SHAPE = 8  # maximum number of bytes of a shape
 
 
-class Place(NamedTuple):
+class Position(NamedTuple):
     """The position of a node in the answer, relative to the start of the search.
 
     ``stack``: open brackets, each with the number of commas after it, or with a hash of the present
@@ -62,7 +62,7 @@ class Place(NamedTuple):
     run: int = 0
     shape: bytes = b""
 
-    def behind(self, text: bytes, num_tokens: int, *, is_forced: bool = False) -> Place:
+    def after(self, text: bytes, num_tokens: int, *, is_forced: bool = False) -> Position:
         """Return the position after a text of ``num_tokens`` tokens."""
         stack, num_closed = list(self.stack), self.num_closed
         if STRUCTURE.isdisjoint(text):
@@ -83,7 +83,7 @@ class Place(NamedTuple):
         if is_forced and COLON in text and stack[-1][0] == OBJECT:
             # The text that may follow depends on the present key, but not on earlier properties.
             stack[-1] = (OBJECT, zlib.crc32(text))
-        return Place(tuple(stack), num_closed, text if is_forced else self.forced)
+        return Position(tuple(stack), num_closed, text if is_forced else self.forced)
 
 
 def _shape(shape: bytes, text: bytes) -> bytes:
@@ -103,7 +103,7 @@ class Node(NamedTuple):
 
     cost: int
     path: tuple[int, ...]
-    place: Place
+    position: Position
     parent: int
     allowed: int
     step: tuple[int, ...]
@@ -167,7 +167,7 @@ class EndSearch:
             if node.parent in self._closed or (most is not None and node.cost > most):
                 continue
             self.num_nodes += 1
-            end = self._take_up(node, order)
+            end = self._expand(node, order)
             if end is not None:
                 ends.append(end)
                 last = min(last, self.num_nodes + NUM_MORE)
@@ -178,12 +178,12 @@ class EndSearch:
     def _begin(self, width: Width) -> None:
         self._width = width
         self._heap: list[tuple[int, int, Node]] = []
-        self._alike: Counter[tuple[Place, int]] = Counter()
+        self._alike: Counter[tuple[Position, int]] = Counter()
         self._closed: set[int] = set()  # nodes with a child after which the value may end
         # hash of the state after a step, by the hash of the allowed tokens and by the step
         self._led: dict[int, dict[tuple[int, ...], int]] = {}
         self._num_pushed = 0
-        self._push(Node(0, (), Place(), -1, 0, (), b""))
+        self._push(Node(0, (), Position(), -1, 0, (), b""))
 
     def _length(self, ids: Ids) -> tuple[int, int]:
         return len(ids), len(text_of(self._tokens, ids))
@@ -191,10 +191,10 @@ class EndSearch:
     def _push(self, node: Node) -> None:
         order = self._num_pushed
         self._num_pushed += 1
-        price = node.cost + len(node.place.stack) + BLANK_COST * node.num_blanks
+        price = node.cost + len(node.position.stack) + BLANK_COST * node.num_blanks
         heappush(self._heap, (price, order, node))
 
-    def _take_up(self, node: Node, order: int) -> list[int] | None:
+    def _expand(self, node: Node, order: int) -> list[int] | None:
         """Push the successors of a node.
 
         If the answer is complete at the node, return the completion instead.
@@ -212,10 +212,10 @@ class EndSearch:
         number = zlib.crc32(bits)
         led = zlib.crc32(text_of(self._tokens, along.path[len(node.path) :]), number)
         self._led.setdefault(node.allowed, {})[node.step] = led
-        allowed, place = self._table.allowed(bits), along.place
+        allowed, position = self._table.allowed(bits), along.position
         if led == node.allowed:  # the step has not changed the allowed tokens
-            place = place._replace(shape=node.shape)
-        if not self._is_new(place, led, node.parent):
+            position = position._replace(shape=node.shape)
+        if not self._is_new(position, led, node.parent):
             return None
         ends = [*self._value_ends(allowed)] or [*self._hinted(allowed)]
         if ends and is_last:
@@ -230,20 +230,23 @@ class EndSearch:
                 Node(
                     along.cost + len(ids),
                     (*along.path, *ids),
-                    place.behind(text, len(ids)),
+                    position.after(text, len(ids)),
                     order,
                     number,
                     tuple(ids),
-                    place.shape,
+                    position.shape,
                     along.num_blanks + is_blank,
                 )
             )
         return None
 
-    def _is_new(self, place: Place, number: int, parent: int) -> bool:
+    def _is_new(self, position: Position, number: int, parent: int) -> bool:
         """Count a node, and return whether few enough similar nodes were counted to expand it."""
-        kinds = (place, self._width.one_shape), (place._replace(shape=b"*"), self._width.all_shapes)
-        siblings = Place(run=parent, shape=b"siblings"), self._width.one_shape
+        kinds = (
+            (position, self._width.one_shape),
+            (position._replace(shape=b"*"), self._width.all_shapes),
+        )
+        siblings = Position(run=parent, shape=b"siblings"), self._width.one_shape
         is_new = True
         for kind, most in (*kinds, siblings):
             self._alike[kind, number] += 1
@@ -293,8 +296,8 @@ class EndSearch:
                 break
             if not self._consume(ids):
                 return None
-            place = node.place.behind(text_of(self._tokens, ids), len(ids), is_forced=True)
-            node = node._replace(cost=node.cost + len(ids), path=self._path, place=place)
+            position = node.position.after(text_of(self._tokens, ids), len(ids), is_forced=True)
+            node = node._replace(cost=node.cost + len(ids), path=self._path, position=position)
         return None if self._matcher.is_error() else node
 
     def _forced(self) -> Ids:
@@ -322,7 +325,7 @@ class EndSearch:
         If there are any, no other tokens lead to a shorter completion.
         """
         if allowed.is_free:
-            yield from (ids for ids in self._hints.marks if self._leads(ids, is_free=True))
+            yield from (ids for ids in self._hints.marks if self._end_value(ids, is_free=True))
             return
         found = allowed.by_byte
         for byte in ENDS_OF_VALUES + BETWEEN_VALUES:
@@ -330,7 +333,7 @@ class EndSearch:
                 return
             if byte == LINE_BREAK and _has_layout(found):
                 return
-            if byte in found and self._leads([found[byte]], is_sure=byte != QUOTE):
+            if byte in found and self._end_value([found[byte]], is_sure=byte != QUOTE):
                 yield [found[byte]]
                 yield from self._special(allowed)
                 return
@@ -342,11 +345,11 @@ class EndSearch:
         firsts = allowed.by_byte
         for ids in self._hints.values:
             is_possible = self._table.firsts[ids[0]] in firsts
-            if is_possible and self._leads(ids):
+            if is_possible and self._end_value(ids):
                 yield ids
                 return
 
-    def _leads(self, ids: Ids, *, is_free: bool = False, is_sure: bool = False) -> bool:
+    def _end_value(self, ids: Ids, *, is_free: bool = False, is_sure: bool = False) -> bool:
         """Whether these tokens end a free text or a value."""
         if self._matcher.validate_tokens(list(ids)) < len(ids):
             return False
@@ -356,19 +359,19 @@ class EndSearch:
                 return False
             if self._matcher.is_accepting():
                 return True
-            return self._is_behind(is_free=is_free, is_sure=is_sure)
+            return self._has_ended(is_free=is_free, is_sure=is_sure)
         finally:
             if not self._matcher.is_error():
                 self._matcher.rollback(num)
 
-    def _is_behind(self, *, is_free: bool, is_sure: bool) -> bool:
+    def _has_ended(self, *, is_free: bool, is_sure: bool) -> bool:
         """Whether a free text or a value has just ended.
 
         If ``is_sure``, any text that is forced to follow shows that it has ended.
         """
         forced = self._matcher.compute_ff_bytes()
         if forced:
-            return is_free or is_sure or forced[0] in BEHIND_VALUES
+            return is_free or is_sure or forced[0] in AFTER_VALUES
         allowed = self._table.allowed(self._matcher.compute_bitmask())
         if self._matcher.is_error():
             return False
@@ -377,7 +380,7 @@ class EndSearch:
         found = allowed.by_byte
         if is_sure and _has_layout(found) and BEGINNINGS.issuperset(found):
             return True
-        return bool(found) and BEHIND_VALUES.issuperset(found)
+        return bool(found) and AFTER_VALUES.issuperset(found)
 
     def _choices(self, allowed: Allowed) -> Iterator[Ids]:
         """Yield a token for each kind of text that may follow."""

@@ -42,12 +42,12 @@ class Mender:
         defs = document.get(DEFS)
         real: dict[str, object] = dict(defs) if isinstance(defs, Mapping) else {}
         root: object = {key: value for key, value in document.items() if key != DEFS}
-        self._defs = dict.fromkeys(real, True)  # first without the schemas that are referred to
+        self._defs = dict.fromkeys(real, True)  # at first, references accept everything
         for name in real:
             real[name] = self._mended(real[name], (self.references.get(name, name),))
         root = self._mended(root, ())
         self._defs = real
-        for name in real:  # then with these schemas
+        for name in real:  # now references have their real targets
             real[name] = self._mended(real[name], (self.references.get(name, name),))
         root = self._mended(root, ())
         if self._problem(root) is not None:

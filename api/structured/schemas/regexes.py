@@ -18,7 +18,7 @@ _PART = re.compile(
     re.DOTALL,
 )
 _IN_SET = re.compile(r"\\[xupP]\{[^}]*\}|\\.|\[:\^?\w+:\]|.", re.DOTALL)
-_DOUBLE = "&-~"  # two of the same are an operator in a Rust character set
+_DOUBLE = "&-~"  # doubled, each is an operator in a Rust character set
 _META = frozenset(r"\.+*?()|[]{}^$")
 _NOT_BLANK = frozenset((r"\s*$", r"^\s*$", r"\s*\Z"))
 _NOT_EMPTY = frozenset(("$", "^$"))
@@ -31,7 +31,7 @@ class NotRegularError(ValueError):
 def translated(pattern: str) -> str:
     """Return the pattern in Rust's syntax. Raises `NotRegularError` if that is impossible."""
     if len(pattern) > MAX_PATTERN:
-        raise NotRegularError(f"it has more than {MAX_PATTERN} characters")
+        raise NotRegularError(f"the pattern has more than {MAX_PATTERN} characters")
     return "".join(_parts(_SURROGATES.sub(_joined, pattern)))
 
 

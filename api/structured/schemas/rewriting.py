@@ -191,15 +191,15 @@ class _One:
 
     def _type(self, key: str, value: object) -> None:
         names = value if isinstance(value, list) else [value]
-        if self._branches_tell(value):
+        if self._branches_have_type(value):
             return
         if not names or not all(name in TYPES for name in names):
             self._lose(key, f"Invalid type: {', '.join(map(str, names))}")
         else:
             self._out[key] = value
 
-    def _branches_tell(self, name: object) -> bool:
-        """Whether the schema has only branches besides its type, and every branch has this type.
+    def _branches_have_type(self, name: object) -> bool:
+        """Whether the type can be left out, because every branch of the schema has this type.
 
         A type next to a reference would have to be merged into the target, which may contain the
         reference itself.
@@ -397,7 +397,7 @@ class _One:
         if least != 1 or "maxContains" in self._schema or "prefixItems" in self._schema:
             self._lose(key, "only a minimum of one matching item is supported")
             return
-        first = self._inner(value, key)  # required of the first item; any other item would do
+        first = self._inner(value, key)  # stricter than the schema: it may match any item
         self._also.append(self._typed({"prefixItems": [first], "minItems": 1}))
 
     def _unevaluated(self, key: str, value: object) -> None:

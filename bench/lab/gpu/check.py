@@ -31,7 +31,7 @@ from .stage import Place, Result, Stage, first_line, read_result
 HERE = __package__ or ""
 FACTS = "facts"  # This stage always runs: the others are compared with the limits that it measures.
 MINUTES = 8.8  # Limit of the whole run.
-LEAST_SECONDS = 8.0  # A stage does not start with less time than this left.
+LEAST_SECONDS = 8.0  # A stage does not start if less time than this is left.
 GRACE = 5.0  # Seconds between the end that a stage plans for and the end that is enforced.
 LAST_LINES = 20  # Last lines of the log to print for a stage that did not end well.
 LOG, COMBINED = "gpu-check.log", "gpu-check.json"
@@ -186,14 +186,14 @@ def _run_all(args: argparse.Namespace, place: Place) -> int:
         seconds = min(most, until - time.monotonic())
         found[name] = _run_part(name, place, seconds)
         found[name].command = _shown(args)
-        _tell(place, found[name])
+        _print_result(place, found[name])
         # Written after every stage, so that an interrupted run leaves its results.
         page = _keep(args, place, found)
     print(f"\n{page}")
     return int(any(each.status != "ok" for each in found.values()))
 
 
-def _tell(place: Place, result: Result) -> None:
+def _print_result(place: Place, result: Result) -> None:
     """Print one line for an ended stage, and the last lines of its log if it did not end well."""
     print(f"{result.stage}: {result.status}, {result.seconds:.1f} s", flush=True)
     log = _log_path(result.stage, place)

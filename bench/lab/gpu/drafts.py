@@ -26,7 +26,7 @@ from .stage import QWEN, SMALL, Stage
 
 BATCHES = (1, 4, 16)
 CONTEXT = 512  # Context per request of a plain step, in tokens.
-DRAFT_IDS = 32_000  # Vocabulary of a head's output, as published heads have it.
+DRAFT_IDS = 32_000  # Size of a head's output vocabulary, as in published heads.
 BLOCK_SIZE, RANK = 8, 256
 TABLE = "A pass of a draft, choice of the best four tokens included"
 

@@ -1,4 +1,4 @@
-"""Checks for equal bits of logits and equal tokens of streams on the device, and their cost."""
+"""Checks on the device that logits have equal bits and streams equal tokens, and the cost."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .stage import QWEN, SMALL, Stage
 NUM_LAYERS = 4  # Layers of the 8B shape: bits and ratios need no more.
 CONTEXT = 600  # Tokens before the compared rows: more than two splits of the attention kernel.
 # Numbers of other rows in the batch of the compared row.
-BESIDE = (0, 1, 2, 7, 15, 16, 31, 63, 64, 127, 191, 254)
+NUM_OTHERS = (0, 1, 2, 7, 15, 16, 31, 63, 64, 127, 191, 254)
 DEPTH = 4
 CHUNK = 40  # Rows of a prompt before the compared ones.
 EXACTNESS = ("spec", "batch", "off")
@@ -74,23 +74,23 @@ def _compare_rows(stage: Stage, name: str, exact: str, decoder: Decoder) -> None
     Adds a row to the table, and an error for each difference.
     """
     context = 70 if stage.rehearses else CONTEXT
-    beside = (0, 3) if stage.rehearses else BESIDE
+    beside = (0, 3) if stage.rehearses else NUM_OTHERS
     scene = Scene(decoder, context, max(beside))
     alone = torch.cat([scene.logits(context + at, 1, 0) for at in range(DEPTH + 1)])
     equal: Counter[str] = Counter()
-    for num_beside in beside:
+    for num_others in beside:
         found = {
-            "decoded": (scene.logits(context, 1, num_beside), alone[:1]),
-            "verified": (scene.logits(context, DEPTH + 1, num_beside), alone),
+            "decoded": (scene.logits(context, 1, num_others), alone[:1]),
+            "verified": (scene.logits(context, DEPTH + 1, num_others), alone),
         }
         if exact == "batch":
-            chunk = scene.logits(context - CHUNK, CHUNK + DEPTH + 1, num_beside)
+            chunk = scene.logits(context - CHUNK, CHUNK + DEPTH + 1, num_others)
             found["in a prompt"] = (chunk[CHUNK:], alone)
         for kind, (logits, expected) in found.items():
             off = difference(logits, expected)
             equal[kind] += off == 0
             if off:
-                where = f"{num_beside} rows beside"
+                where = f"{num_others} rows beside"
                 stage.wrong(f"{name}, {exact}: {kind}, {where}: bits differ by {off:.2g}")
     row = {"model": name, "exact": exact, "rows beside": f"{len(beside)} cases to {max(beside)}"}
     stage.add(
@@ -119,10 +119,10 @@ class Scene:
         for start in range(0, context, 64):
             self.logits(start, min(64, context - start), 0)
 
-    def logits(self, start: int, count: int, num_beside: int) -> Tensor:
+    def logits(self, start: int, count: int, num_others: int) -> Tensor:
         """Return logits [count, vocab] of rows of the sequence, batched with other rows."""
         segments = [self._segment(0, start, count)]
-        segments += [self._segment(1 + i, self._context - i, 1) for i in range(num_beside)]
+        segments += [self._segment(1 + i, self._context - i, 1) for i in range(num_others)]
         decoder = self._bed.decoder
         batch = decoder.batch(segments, page_size=PAGE_SIZE)
         return decoder.forward(batch, self._bed.pool).logits[:count].clone()
@@ -190,7 +190,7 @@ def _num_equal(alone: Sequence[Served], served: Sequence[Served]) -> int:
 def _prompts(lab: Lab, folder: Path | None, count: int) -> list[list[int]]:
     """Return prompts of different lengths, half of them with a common prefix.
 
-    The built-in pair gets source code, other models random tokens.
+    The built-in models get source code, other models random tokens.
     """
     vocab_size = lab.built.vocab_size
     text = random_prompts(1, 4096, vocab_size)[0]

@@ -83,10 +83,10 @@ def _run_tests(stage: Stage) -> None:
             stage.wrong("the tests ran out of time before all were done")
     text = log.read_text(encoding="utf-8", errors="replace")
     print(text)
-    tell_tests(stage, text)
+    report_tests(stage, text)
 
 
-def tell_tests(stage: Stage, text: str) -> None:
+def report_tests(stage: Stage, text: str) -> None:
     """Report counts by file, and the reason of each failure, from pytest's verbose output."""
     counts: dict[str, Counter[str]] = {}
     reasons = dict(REASON.findall(text))

@@ -53,7 +53,8 @@ class Result(msgspec.Struct, kw_only=True):
     machine: dict[str, object]
     card: dict[str, object]
     versions: dict[str, str]
-    simulated: bool = False  # Whether it is a rehearsal: tiny shapes, no GPU, meaningless figures.
+    # Whether the stage was rehearsed: tiny shapes, no GPU, meaningless figures.
+    simulated: bool = False
     status: str = "running"  # One of running, ok, failed, out of time and not run.
     seconds: float = 0.0
     limits: Limits | None = None  # Limits for the roofline, measured in the same run.
@@ -203,7 +204,7 @@ class Stage:
 class _Listener(logging.StreamHandler[TextIO]):
     """Prints log records and keeps errors as errors and warnings as notes, each text once.
 
-    The model thread logs; the next call of `Stage.save` writes them.
+    The records may come from the model thread, so only `Stage.save` writes them to the file.
     """
 
     def __init__(self, result: Result) -> None:

@@ -39,8 +39,8 @@ from .gauge import Gauge
 
 REPEATS = 10
 READ_BYTES = 2**30
-COLD_BYTES = 2**28  # Several times a GPU's cache.
-MAX_LAYERS = 24  # Most layers of the pool, which has as many as `COLD_BYTES` needs.
+COLD_BYTES = 2**28  # Bytes of keys and values in the pool: several times a GPU's cache.
+MAX_LAYERS = 24  # Maximum number of layers of the pool.
 RULE = Rule(None, None, None)
 DTYPE = torch.bfloat16
 
@@ -93,7 +93,7 @@ CASES: dict[str, Case] = {
 def choices(is_narrow: bool, programs: Sequence[int]) -> list[AttentionLaunch]:
     """Return the launches to time, the one in use first."""
     used = launches.NARROW if is_narrow else launches.WIDE
-    shapes = (  # Keys, warps, stages.
+    shapes = (  # (keys, warps, stages) of a launch.
         ((32, 4, 3), (32, 4, 5), (32, 8, 5), (32, 2, 5), (64, 4, 3), (64, 4, 5), (64, 8, 5),
          (64, 4, 7), (128, 4, 3), (128, 8, 3), (128, 8, 5))
         if is_narrow

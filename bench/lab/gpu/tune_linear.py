@@ -41,7 +41,7 @@ REPEATS = 20
 READ_BYTES = 2**30  # Bytes that are read to measure the read roofline.
 # Bytes of weights read in turn: several times a GPU's cache, like the reads between two steps.
 COLD_BYTES = 2**28
-SHAPES: dict[str, tuple[int, int]] = {  # [out, in].
+SHAPES: dict[str, tuple[int, int]] = {  # Shapes of weights, [out, in].
     "8b qkv": (6144, 4096),
     "8b o": (4096, 4096),
     "8b gate_up": (24576, 4096),
@@ -62,7 +62,7 @@ class Choice:
 
     tiles: LinearTiles
     launch: LinearLaunch
-    is_used: bool  # Whether tiles.py uses it.
+    is_used: bool  # Whether tiles.py uses this choice.
 
     @property
     def name(self) -> str:

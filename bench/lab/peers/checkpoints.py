@@ -29,8 +29,8 @@ class Checkpoint:
     """A preset of shapes.toml with random weights and, if ``eps`` is given, a draft.
 
     ``eps`` sets how often the draft agrees (see bench/common/shapes.py). With the ``eps`` of
-    ``qwen3-450m``, 0.7 of four draft tokens are accepted; their output does not
-    collapse to one repeated token.
+    ``qwen3-450m``, 0.7 of four draft tokens are accepted on average, and answers do not collapse to
+    one repeated token.
     """
 
     name: str

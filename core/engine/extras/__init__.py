@@ -1,1 +1,1 @@
-"""Optional parts of the loop: tiers of KV, and transfers."""
+"""Optional parts of the engine's loop: KV tiers, and transfers of pages to other engines."""

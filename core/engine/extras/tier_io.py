@@ -1,8 +1,8 @@
-"""TierIO: makes the tiers' I/O calls for an engine, one at a time, in a thread of its own.
+"""TierIO: makes an engine's I/O calls to the KV tiers, one at a time, in a thread of its own.
 
-Flushes go first, then messages to other engines, look-ups, and loads of a few pages at a time from
-each request in turn. Pages are saved when there is nothing else to do. So neither a long load nor a
-save delays a look-up for long.
+Flushes go first, then messages to other engines, look-ups, and loads of a few pages at a time for
+each request in turn. Pages are saved when nothing else is to do. So neither a long load nor a save
+delays a look-up for long.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from ...scheduling.page_loads import PageLoads
 from ..model_thread import Job, StepThread
 
 logger = logging.getLogger(__name__)
-LEAST_DRAIN_SECONDS = 1.0  # minimum time for the last saves, even if no time is left to drain
-CLOSE_SECONDS = 5.0  # time limit for closing the stores after the saves
-RENEW_SECONDS = 10.0  # interval in which peers are asked to hold pages for longer
+LEAST_DRAIN_SECONDS = 1.0  # minimum time for the last saves when the engine closes
+CLOSE_SECONDS = 5.0  # time limit for closing the stores after the last saves
+RENEW_SECONDS = 10.0  # interval at which peers are asked to hold offered pages for longer
 
 
 class Call(NamedTuple):
@@ -34,10 +34,10 @@ class Call(NamedTuple):
 
 
 class TierIO:
-    """Runs the tiers' I/O calls while an engine serves.
+    """Task that makes the I/O calls to the KV tiers while an engine serves.
 
-    ``on_change`` is called when a request no longer needs to wait. All methods must be called on
-    the engine's event loop.
+    ``on_change`` is called when a request no longer waits for a look-up or a load. All methods must
+    be called on the engine's event loop.
     """
 
     def __init__(
@@ -54,32 +54,32 @@ class TierIO:
         self._flushes: deque[Sequence[str | None]] = deque()
         self._timers: dict[PageLoad, asyncio.TimerHandle] = {}
         self._task: asyncio.Task[None] | None = None
-        self._job: Job[Any] | None = None  # the job under way
+        self._job: Job[Any] | None = None  # the running job; None between two jobs
         self._ends: float | None = None  # time at which saving ends; None before `close`
-        self._renewal: asyncio.TimerHandle | None = None  # set while requests offer pages of peers
+        self._renewal: asyncio.TimerHandle | None = None  # timer of the next renewal of offers
         self._is_renewal_due = False
 
     def start(self) -> asyncio.Task[None]:
-        """Begin to serve, on the running event loop."""
+        """Start the task on the running event loop."""
         self._loads.on_order, self._loads.on_offer = self._on_order, self._on_offer
         self._tiers.watch_saves(self._wake.set)
         self._task = asyncio.create_task(self._run(), name="foretoken-tiers")
         return self._task
 
     def flush(self, *namespaces: str | None) -> None:
-        """Forget the pages of some namespaces, by default of all, before any later look-up."""
+        """Drop the tiers' pages of ``namespaces``, or of all namespaces, before a later look-up."""
         self._flushes.append(namespaces)
         self._wake.set()
 
     async def close(self, drain_seconds: float) -> None:
-        """Save pending pages, for at most ``drain_seconds``, and close the stores.
+        """Save pending pages for at most ``drain_seconds``, then close the stores.
 
-        A store that does not return in time is not closed.
+        A store that does not answer in time is not closed.
         """
         patience = max(drain_seconds, LEAST_DRAIN_SECONDS)
         self._ends = self._clock() + patience
         self._wake.set()
-        task = self._task or self.start()  # stores are open before serving begins
+        task = self._task or self.start()  # stores must be closed even if `start` was not called
         await asyncio.wait([task], timeout=patience + CLOSE_SECONDS)
         if not task.done():
             logger.warning("a KV tier did not answer in time and was not closed")
@@ -110,11 +110,14 @@ class TierIO:
                 await self._wake.wait()
 
     async def _make(self, call: Call) -> None:
-        """Make a call in the I/O thread, and use its result; `Call.if_failed` if it raises."""
+        """Make a call in the I/O thread, and pass its result to `Call.use`.
+
+        If the call raises an error, `Call.if_failed` is passed instead.
+        """
         self._job = self._thread.start(call.work)
         try:
             result = await self._job.result()
-        except EngineDead:  # the job was abandoned
+        except EngineDead:  # `close` gave up the job
             raise asyncio.CancelledError from None
         except Exception:
             logger.exception("a call to the KV tiers failed")
@@ -172,8 +175,8 @@ class TierIO:
             self._disarm(load)
             self._on_change()
 
-    def _state_loaded(self, load: PageLoad, is_whole: bool) -> None:
-        self._loads.state_loaded(load, self._clock(), is_whole=is_whole)
+    def _state_loaded(self, load: PageLoad, is_loaded: bool) -> None:
+        self._loads.state_loaded(load, self._clock(), is_loaded=is_loaded)
         if load.is_over:
             self._disarm(load)
             self._on_change()
@@ -181,14 +184,14 @@ class TierIO:
     # -- times ----------------------------------------------------------------------------------
 
     def _on_order(self, load: PageLoad) -> None:
-        """Start the timeout of a load and wake the I/O task."""
+        """Start the timeout of a look-up or load, and wake the I/O task."""
         if load not in self._timers:
             seconds = max(0.0, load.due - self._clock())
             self._timers[load] = asyncio.get_running_loop().call_later(seconds, self._due, load)
         self._wake.set()
 
     def _on_offer(self) -> None:
-        """Wake the I/O task, and renew the offers regularly while there are any."""
+        """Wake the I/O task, and renew the offers at intervals until none is left."""
         if self._renewal is None and self._loads.num_offers:
             loop = asyncio.get_running_loop()
             self._renewal = loop.call_later(RENEW_SECONDS, self._renew)
@@ -200,7 +203,7 @@ class TierIO:
 
     def _due(self, load: PageLoad) -> None:
         self._timers.pop(load, None)
-        if load.due > self._clock():  # the load was given more time
+        if load.due > self._clock():  # the time limit of the load was extended
             self._on_order(load)
         elif not load.is_over:
             self._on_change()

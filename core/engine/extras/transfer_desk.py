@@ -11,16 +11,16 @@ from ....radix_cache.transfers import SECONDS
 from ...interface.extras.transfers import DONE, RENEW, PageServer
 
 logger = logging.getLogger(__name__)
-POLL_SECONDS = 0.002  # interval between checks for notes; a check takes microseconds
+POLL_SECONDS = 0.002  # interval between checks for messages; a check takes microseconds
 
 
 class TransferDesk:
-    """Receives the messages of engines that read this engine's pages, and ends finished transfers.
+    """Receiver of the messages from engines that read this engine's pages; it ends transfers.
 
     The desk polls on the engine's event loop while pages are held and for `SECONDS` after that, and
     costs nothing at other times. The polling also answers readers: a reader whose transfer has
-    already ended must learn this, instead of concluding that this engine is dead. ``on_end`` is
-    called when pages have become free, because requests may wait for them.
+    already ended learns this, instead of concluding that this engine is dead. ``on_end`` is called
+    when pages have become free, because requests may wait for free pages.
     """
 
     def __init__(
@@ -34,11 +34,11 @@ class TransferDesk:
         self._cache, self._server = cache, server
         self._clock, self._on_end = clock, on_end
         self._timer: asyncio.TimerHandle | None = None
-        self._ends = 0.0  # time after which no reader has valid parameters
+        self._ends = 0.0  # time at which the transfer parameters of all readers have expired
         cache.transfers.on_hold = self._watch
 
     def _watch(self) -> None:
-        """Begin to poll for messages of readers."""
+        """Poll for messages from readers from now on."""
         self._ends = self._clock() + SECONDS
         self._poll_soon()
 
@@ -67,13 +67,13 @@ class TransferDesk:
             self._poll_soon()
 
     def _take(self, note: bytes) -> None:
-        """Carry out a reader's message; ignore one of an unknown kind or transfer."""
+        """Execute a reader's message; a message of an unknown kind or transfer is ignored."""
         for verb, act in ((DONE, self._cache.transfers.end), (RENEW, self._cache.transfers.renew)):
             if note.startswith(verb):
                 act(note[len(verb) :].decode(errors="replace"))
 
     def close(self) -> None:
-        """End all transfers; readers must compute the pages that they have not read yet."""
+        """End all transfers; readers must compute the pages that they have not loaded yet."""
         if self._timer is not None:
             self._timer.cancel()
         self._cache.transfers.on_hold = lambda: None

@@ -1,1 +1,1 @@
-"""Packing the KV of an answer: policies that choose which tokens keep their KV."""
+"""Packing of the KV of an answer, and the policies that choose which tokens keep their KV."""

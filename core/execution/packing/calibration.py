@@ -17,13 +17,13 @@ from ...ops.layers import run_layers
 from ...ops.weights import FIRST_TABLE, HeadNorm, Tables
 from .triattention import QueryStats, attention_ropes, model_id, pairs
 
-PAGE_SIZE, CHUNK = 16, 512  # tokens
+PAGE_SIZE, CHUNK = 16, 512  # tokens of a page, and of a forward pass
 
 
 class _Recorder:
-    """A wrapper of a backend's operations that sums up the queries before RoPE.
+    """Wrapper of a backend's operations that sums up the queries before RoPE.
 
-    ``batch``: the batch of the current pass.
+    ``batch``: the batch of the current pass, which the caller sets.
     """
 
     batch: RaggedBatch
@@ -49,7 +49,7 @@ class _Recorder:
         """Apply RoPE and write KV as the backend does, and add up the queries without RoPE."""
         q = self._ops.rope_write(qkv, layer, plan, norm, tables)
         batch, heads = self.batch, self._heads
-        num_rows = int(batch.lens.sum())  # The other rows are padding.
+        num_rows = int(batch.lens.sum())  # The rows after these are padding.
         rows = pairs(q[:num_rows].float().view(num_rows, heads.num_heads, -1) / heads.scale)
         turns = self._ropes[layer].turns(batch.positions[:num_rows]).unsqueeze(1)
         still = rows * turns.conj() / turns.abs().square()
@@ -64,10 +64,10 @@ def measure_queries(
     texts: Sequence[Sequence[int]],
     on_tokens: Callable[[int], None] = lambda _num_tokens: None,
 ) -> QueryStats:
-    """Return the mean queries over texts of token ids.
+    """Return the mean queries of the model over ``texts``, which are sequences of token ids.
 
     ``on_tokens`` is called after each pass with the number of tokens computed so far. Raises
-    ValueError if a layer of the model has no attention, or if no text has a token.
+    ValueError if a layer of the model has no attention, or if all texts are empty.
     """
     ropes = attention_ropes(decoder)
     recorder, num_tokens = _Recorder(decoder, ropes), sum(map(len, texts))

@@ -14,18 +14,18 @@ from ...ops.kv_pool import KVPool
 
 
 class KeepPolicy(Protocol):
-    """Chooses the tokens of an answer that keep their KV."""
+    """Policy that chooses the tokens of an answer that keep their KV."""
 
     def kept(self, pool: KVPool, scheduled: ScheduledRequest, pack: KvPack) -> Tensor:
-        """Return the ascending indices of the tokens to keep from ``pack.first`` to ``pack.stop``.
+        """Return the ascending indices of the tokens to keep among ``pack.first`` to ``pack.stop``.
 
-        They count the request's tokens that still have KV. The result is int64 [num_layers,
-        num_kv_heads, n]; one of the first two dimensions may be 1, as in `KVPool.pack`.
+        Only the request's tokens that still have KV are numbered. The result is int64 [num_layers,
+        num_kv_heads, num_kept]; either of the first two dimensions may be 1, as in `KVPool.pack`.
         """
 
 
 class KeepWindow(KeepPolicy):
-    """Keeps the latest tokens of the answer, the same ones in every layer and head."""
+    """Policy that keeps the latest tokens of the answer, the same in every layer and head."""
 
     @override
     def kept(self, pool: KVPool, scheduled: ScheduledRequest, pack: KvPack) -> Tensor:
@@ -34,9 +34,9 @@ class KeepWindow(KeepPolicy):
 
 
 def pack_kv(policy: KeepPolicy, pool: KVPool, scheduled: ScheduledRequest) -> None:
-    """Pack a request's KV if its plan says so; a repeated step does not pack it again.
+    """Pack a request's KV if a packing is due; a step that is run again does not pack it again.
 
-    Raises RuntimeError if an earlier attempt stopped half way, so that the KV is not usable.
+    Raises RuntimeError if an earlier attempt was interrupted, so that the KV is not usable.
     """
     pack = scheduled.extras.pack
     if pack is None or pack.is_done:

@@ -1,9 +1,9 @@
 """TriAttention: keep the tokens that later queries are likely to attend to (arXiv 2604.04921).
 
 Before RoPE, the queries of a head cluster around one direction. So the attention of a later query
-to a key can be predicted for each pair of dimensions from the mean query, the key and the distance
-between the two. The spread of the queries around their mean adds a term with the key's length. The
-means are measured once for a model (`QueryStats`).
+to a key can be predicted for each pair of dimensions that RoPE rotates: from the mean query, the
+key and the distance between the two. The spread of the queries around their mean adds a term that
+is proportional to the key's length. The means are measured once for a model (`QueryStats`).
 """
 
 from __future__ import annotations
@@ -29,17 +29,18 @@ from ...ops.mixers.attention import AttentionWeights
 from ...ops.weights import table_rows
 from .policies import KeepPolicy
 
-OFFSETS = tuple(2**power for power in range(17))  # distances of later queries: 1 to 65,536 tokens
+OFFSETS = tuple(2**power for power in range(17))  # distances to later queries: 1 to 65,536 tokens
 FORMAT = "foretoken query statistics 2"
-NUM_SIGN_ROWS = 1024  # rows of the embedding whose signs identify the model
+NUM_SIGN_ROWS = 1024  # number of embedding rows whose signs identify the model
 
 
 @dataclass(frozen=True, slots=True)
 class QueryStats:
-    """Statistics of a model's queries before RoPE, in pairs of dimensions, by layer and query head.
+    """Statistics of a model's queries before RoPE, by layer, query head and pair of dimensions.
 
-    ``mean`` [num_layers, num_heads, head_dim / 2] is complex; ``mean_abs`` has the same shape in
-    float32. ``model`` identifies the weights.
+    ``mean`` [num_layers, num_heads, head_dim / 2] is complex: each pair of dimensions that RoPE
+    rotates is one number. ``mean_abs``, of the same shape in float32, is the mean of the absolute
+    values. ``model`` identifies the weights (`model_id`).
     """
 
     mean: Tensor
@@ -49,12 +50,15 @@ class QueryStats:
     def save(self, path: Path) -> None:
         """Write the statistics to a file. Raises OSError."""
         tensors = {"mean": torch.view_as_real(self.mean).contiguous(), "mean_abs": self.mean_abs}
-        # The errors of save_file are not OSError.
+        # `save_file` would raise errors other than OSError.
         path.write_bytes(save(tensors, metadata={"format": FORMAT, "model": self.model}))
 
     @classmethod
     def load(cls, path: Path, decoder: OwnDecoder) -> QueryStats:
-        """Read a file that `save` wrote. Raises `InvalidRequest` if it is not of this model."""
+        """Read a file that `save` wrote.
+
+        Raises `InvalidRequest` if the file is no such file or was measured on another model.
+        """
         try:
             with safe_open(path, framework="pt") as file:
                 known = file.metadata() or {}
@@ -78,10 +82,10 @@ class QueryStats:
 
 
 def model_id(decoder: OwnDecoder) -> str:
-    """Return an id of the weights, from the model's shape, its norms and signs of its embedding.
+    """Return an id of the weights: a hash of the layers' config, the norms and embedding signs.
 
-    The id does not depend on the storage format: matrices may be quantised, and a factor of the
-    embedding may be rounded.
+    The id does not depend on the storage format, because quantisation and rounding change neither
+    norms nor signs.
     """
     weights = decoder.weights
     digest = hashlib.blake2b(repr(decoder.config.layers).encode(), digest_size=16)
@@ -101,9 +105,10 @@ def _bytes(tensor: Tensor) -> bytes:
 
 
 def attention_ropes(decoder: OwnDecoder) -> list[RopeTable]:
-    """Return the RoPE of each layer's queries, in order.
+    """Return the RoPE table of each layer's queries, in the order of the layers.
 
-    Raises ValueError if a layer has no attention or has latent KV, or if the layers' shapes differ.
+    Raises ValueError if a layer has no attention or has latent KV, or if the shapes of the layers'
+    KV differ.
     """
     if len(decoder.shapes) > 1:
         raise ValueError("the model has KV pages of several layouts")
@@ -111,12 +116,12 @@ def attention_ropes(decoder: OwnDecoder) -> list[RopeTable]:
     for layer in decoder.weights.layers:
         if not isinstance(layer.mixer, AttentionWeights):
             raise ValueError("the model has a layer without attention, or with latent KV")
-        found.append(decoder.ropes[layer.mixer.place.part][layer.mixer.tables.queries])
+        found.append(decoder.ropes[layer.mixer.kv.part][layer.mixer.tables.queries])
     return found
 
 
 class KeepByTriAttention(KeepPolicy):
-    """Keeps the highest scored tokens of each KV head, and always the latest ones."""
+    """Policy that keeps the latest tokens, and those with the highest scores, of each KV head."""
 
     def __init__(self, stats: QueryStats, ropes: Sequence[RopeTable]) -> None:
         self._mean = stats.mean
@@ -128,7 +133,7 @@ class KeepByTriAttention(KeepPolicy):
     def kept(self, pool: KVPool, scheduled: ScheduledRequest, pack: KvPack) -> Tensor:
         places = torch.arange(pack.first, pack.stop)
         num_kept = len(places) - pack.num_packed_away
-        ahead = scheduled.start - 1 + torch.tensor(OFFSETS)  # assumed positions of later queries
+        ahead = scheduled.start - 1 + torch.tensor(OFFSETS)  # positions assumed for later queries
         found = []
         for layer, rope in enumerate(self._ropes):
             keys = pairs(read_keys(pool, scheduled.page_ids, places, layer))
@@ -140,10 +145,11 @@ class KeepByTriAttention(KeepPolicy):
         return torch.stack(found)
 
     def _scores(self, keys: Tensor, turns: Tensor, layer: int) -> Tensor:
-        """Return scores [num_kv_heads, n] of complex ``keys`` [num_kv_heads, n, pairs].
+        """Return scores [num_kv_heads, n] of complex ``keys`` [num_kv_heads, n, head_dim / 2].
 
-        ``turns`` [pairs]: mean RoPE rotation of later queries. The scores of each query head are
-        standardised, and each KV head gets the largest score among its query heads.
+        ``turns`` [head_dim / 2]: mean RoPE rotation of later queries, as complex factors. The
+        scores of each query head are standardised, and each KV head gets the largest score among
+        its query heads.
         """
         num_kv_heads = len(keys)
         shape = (num_kv_heads, -1, keys.shape[2])
@@ -156,13 +162,13 @@ class KeepByTriAttention(KeepPolicy):
 
 
 def pairs(rows: Tensor) -> Tensor:
-    """Convert ``[.., head_dim]`` to the pairs that RoPE rotates, ``[.., head_dim / 2]`` complex."""
+    """Convert ``rows`` [.., head_dim] to complex numbers [.., head_dim / 2], as RoPE pairs them."""
     first, second = rows.float().chunk(2, dim=-1)
     return torch.complex(first.contiguous(), second.contiguous())
 
 
 def read_keys(pool: KVPool, page_ids: Sequence[int], places: Tensor, layer: int) -> Tensor:
-    """Return a request's keys at indices ``places`` of its KV.
+    """Return the keys of one layer at the token indices ``places`` of the page table ``page_ids``.
 
     The result is [num_kv_heads, len(places), head_dim] float32.
     """

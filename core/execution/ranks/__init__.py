@@ -1,1 +1,1 @@
-"""Tensor parallelism: the control of the other ranks by rank 0, and the process of such a rank."""
+"""Tensor parallelism: rank 0, which controls the other ranks, and the process of such a rank."""

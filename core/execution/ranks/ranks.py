@@ -1,7 +1,7 @@
 """Rank 0's side of tensor parallelism: the processes of the other ranks, and its decoder.
 
 Rank 0 is the server. It sends each pass and each change of the pool to the other ranks before it
-does the same itself. Within a pass the ranks synchronise at every sum.
+computes the same itself. Within a pass the ranks synchronise at every sum over the ranks.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ logger = logging.getLogger(__name__)
 START_SECONDS = 120.0  # time limit for the ranks to start
 LOAD_SECONDS = 900.0  # time limit for the other ranks' shards, once rank 0 has loaded its own
 END_SECONDS = 5.0  # time limit for the ranks to exit by themselves
-_LOOK_SECONDS = 0.1  # interval of checks of the processes while the ranks meet
+_LOOK_SECONDS = 0.1  # interval at which the processes are checked while the ranks connect
 _SOURCES = Path(__file__).parents[3]  # the folder of the package
 
 
 class Followers(Protocol):
-    """Protocol of the other ranks, used by `TpDecoder`."""
+    """Protocol by which a `TpDecoder` commands the other ranks."""
 
     size: int
 
@@ -57,9 +57,9 @@ class Followers(Protocol):
         """Send the same message to each rank. Raises `RankLost`."""
 
     def share_pool(self, rank: int, message: Ints, num_bytes: int) -> Tensor:
-        """Send a rank the message that describes a pool; return that pool's shared memory.
+        """Send one rank the message that describes a pool; return that pool's shared memory.
 
-        It has ``num_bytes``. Raises `RankLost`.
+        The memory has ``num_bytes`` bytes. Raises `RankLost`.
         """
 
     def lost_error(self, failure: BaseException) -> RankLost:
@@ -86,7 +86,7 @@ class Ranks(Followers, Companions):
         self._processes: list[subprocess.Popen[bytes]] = []
         self._finalizer = weakref.finalize(self, _end, self._channels, self._processes)
         self._environment = _environment(options.get("backend", "torch"))
-        # The folder lasts until all ranks have their weights: some may still meet after rank 0 has.
+        # Ranks may still need the folder to connect after rank 0 has connected to all.
         self._folder = tempfile.TemporaryDirectory(prefix="foretoken-ranks-")
         try:
             for rank in range(1, size):
@@ -112,7 +112,7 @@ class Ranks(Followers, Companions):
         ours.send_bytes(json.dumps(job).encode())
 
     def wait_until_loaded(self) -> None:
-        """Wait until each rank has its weights. Raises `ModelLoadError` if one cannot load them."""
+        """Wait until each rank has loaded its weights. Raises `ModelLoadError` if a rank cannot."""
         self._expect(worker.LOADED, "could not load its part of the model", LOAD_SECONDS)
         self._folder.cleanup()
 
@@ -133,17 +133,17 @@ class Ranks(Followers, Companions):
                 )
 
     def _meet(self) -> GlooComm:
-        """Return the connection to the other ranks. Raises `ModelLoadError` if a rank ends first.
+        """Return the connection to the other ranks. Raises `ModelLoadError` if a rank exits first.
 
-        The call blocks until all ranks are there, so it runs in a thread while this one checks the
-        processes.
+        Connecting blocks until all ranks have connected, so it runs in a thread while this thread
+        checks that the processes still run.
         """
         met: Future[GlooComm] = Future()
 
         def meet() -> None:
             try:
                 met.set_result(GlooComm(Path(self._folder.name), 0, self.size))
-            except BaseException as failure:  # `result` raises it.
+            except BaseException as failure:  # `met.result` raises it in the caller's thread.
                 met.set_exception(failure)
 
         threading.Thread(target=meet, daemon=True).start()
@@ -193,13 +193,14 @@ class Ranks(Followers, Companions):
         is_loss = isinstance(failure, RankLost)
         told = str(failure) if is_loss else f"rank 0 failed in a forward pass: {failure!r}"
         self._lost = self._lost or told
-        # Each call returns a new error: an exception that is raised from itself would be a cycle.
+        # Each call returns a new error: raising an exception from itself would make a cycle.
         return RankLost(self._lost)
 
     def watch(self, on_lost: Callable[[BaseException], None]) -> None:
-        """Call ``on_lost`` on the running event loop when a rank ends, until `unwatch`.
+        """Call ``on_lost`` on the running event loop if a rank exits before `unwatch`.
 
-        From now on a sum over the ranks has no time limit: the engine's watchdog limits each step.
+        From now on, sums over the ranks have no time limit of their own, because the engine's
+        watchdog limits each step.
         """
         self.comm.wait_in_sums()
         loop = asyncio.get_running_loop()
@@ -209,19 +210,22 @@ class Ranks(Followers, Companions):
     def _ended(
         self, rank: int, loop: asyncio.AbstractEventLoop, on_lost: Callable[[BaseException], None]
     ) -> None:
-        """Report a lost rank: ranks send nothing, so a readable socket has been closed."""
+        """Report the loss of a rank: ranks send no messages, so a readable socket is closed."""
         loop.remove_reader(self._channels[rank - 1].fileno())
         on_lost(self.lost_error(RankLost(f"rank {rank} exited")))
 
     def unwatch(self) -> None:
-        """Stop watching. Must run on the event loop that watches."""
+        """Undo `watch`; this must run on the same event loop."""
         loop = asyncio.get_running_loop()
         for channel in self._channels:
             if not channel.closed:
                 loop.remove_reader(channel.fileno())
 
     def end(self, *, at_once: bool = False) -> None:
-        """End the processes and wait until they are gone; idempotent. ``at_once``: kill them."""
+        """End the processes and wait until they have exited; idempotent.
+
+        ``at_once``: kill them without waiting for them to exit by themselves.
+        """
         self.lost_error(RankLost("the processes of the ranks were ended"))
         _end(self._channels, self._processes, 0.0 if at_once else END_SECONDS)
         self._finalizer.detach()
@@ -231,7 +235,7 @@ class Ranks(Followers, Companions):
 def _environment(backend: str) -> dict[str, str]:
     """Return the environment variables of a rank's process.
 
-    It must import this package and multiply bfloat16 by the same method as rank 0.
+    By these, the process finds this package and multiplies bfloat16 by the same method as rank 0.
     """
     paths = [str(_SOURCES), *filter(None, [os.environ.get("PYTHONPATH")])]
     found = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
@@ -245,7 +249,7 @@ def _end(
     processes: list[subprocess.Popen[bytes]],
     seconds: float = END_SECONDS,
 ) -> None:
-    """Close the channels, so that waiting ranks end; kill the rest after ``seconds``."""
+    """Close the channels, so that waiting ranks exit; kill the others after ``seconds``."""
     for channel in channels:
         channel.close()
     until = time.monotonic() + seconds
@@ -259,10 +263,10 @@ def _end(
 
 
 class TpDecoder(OwnDecoder):
-    """The decoder of rank 0: it computes its shard, and has the other ranks compute theirs.
+    """The decoder of rank 0: it computes its shard, and the other ranks compute their shards.
 
-    ``config`` is the whole model's; weights and pool are this rank's. There is one pool at a time.
-    With ``shares_pools`` this process maps the pools of all ranks, so that a store of pages can
+    ``config`` describes the whole model; weights and pool are rank 0's shard. Only one pool exists
+    at a time. With ``shares_pools`` this process maps the pools of all ranks, so that KV tiers can
     read and write them between two passes.
     """
 
@@ -276,11 +280,11 @@ class TpDecoder(OwnDecoder):
 
     @property
     def identity(self) -> dict[str, str]:
-        """Identity of the operations, and the number of ranks, which affects rounding."""
+        """Identity of the operations and the number of ranks, because both affect rounding."""
         return super().identity | {"ranks": str(self._followers.size)}
 
     def bytes_per_page(self, *, page_size: int, kv_dtype: KvDtype = "auto") -> int:
-        """Return the bytes of one page over all layers and ranks."""
+        """Return the size of one page in bytes, summed over all layers and ranks."""
         part = super().bytes_per_page(page_size=page_size, kv_dtype=kv_dtype)
         return part * self._followers.size
 
@@ -298,7 +302,7 @@ class TpDecoder(OwnDecoder):
         pool = super().make_pool(num_pages, page_size=page_size, kv_dtype=kv_dtype)
         message = pool_message(num_pages, page_size, kv_dtype, is_shared=self._shares_pools)
         if self._shares_pools:
-            # Rank 0 copies slots in all pools itself: a page is saved as soon as this rank is done.
+            # Rank 0 copies slots in all pools itself, because a tier may save a page right after.
             pool.others = [
                 self.pool_over(
                     partial(self._followers.share_pool, rank, message),
@@ -322,8 +326,8 @@ class TpDecoder(OwnDecoder):
     ) -> ForwardOutput:
         """Compute a pass on every rank, as `Decoder.forward` does.
 
-        Raises `RankLost` for any failure on this rank: the other ranks wait in the pass's sums.
-        Raises ValueError for input vectors, and for another pool than the last one made.
+        Raises `RankLost` for any failure on rank 0, because then the other ranks wait in a sum
+        forever. Raises ValueError for input vectors, and for a pool other than the latest one.
         """
         if self._pool is None or self._pool() is not pool or wanted.inputs is not None:
             raise ValueError("ranks need token ids and the KV pool that was made last")

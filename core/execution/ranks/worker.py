@@ -1,8 +1,8 @@
-"""A rank of a tensor parallel model other than rank 0: it computes only what rank 0 orders.
+"""Process of a tensor-parallel rank other than rank 0, which executes the messages of rank 0.
 
 Rank 0 starts ``python -m foretoken.core.execution.ranks.worker FD`` (`ranks.py`) and writes to the
 socket ``FD``: first a job in JSON, then messages of 64-bit integers, each a kind and its arguments.
-Tokens, sampling and drafts stay with rank 0. A closed socket is the order to stop.
+Only rank 0 samples and drafts. A closed socket is the order to stop.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ Ints: TypeAlias = NDArray[np.int64]
 PASS, COPY, POOL = 1, 2, 3
 HERE, LOADED = b"here", b"loaded"
 _KV_DTYPES: tuple[KvDtype, ...] = get_args(KvDtype)
-_NUM_FIELDS = 7  # integers of a pass before its arrays
+_NUM_FIELDS = 7  # number of integers before the arrays in the message of a pass
 
 
 def pass_message(batch: RaggedBatch) -> Ints:
-    """Encode a batch, except which rows need logits: only rank 0 computes logits."""
+    """Encode a batch for another rank, without `logit_rows`: only rank 0 computes logits."""
     rows = (batch.token_ids, batch.positions, batch.slots)
     arrays = (
         *(each.numpy() for each in rows),
@@ -57,13 +57,13 @@ def pass_message(batch: RaggedBatch) -> Ints:
         batch.tails,
     )
     sizes = batch.num_rows, len(batch.starts), len(batch.pages), len(batch.tails)
-    fields = np.array([PASS, batch.page_size, batch.turned_until, *sizes], dtype=np.int64)
+    fields = np.array([PASS, batch.page_size, batch.rope_until, *sizes], dtype=np.int64)
     return np.concatenate((fields, *arrays))
 
 
 def batch_of(message: Ints) -> RaggedBatch:
-    """Return the batch of a `pass_message`, without logits."""
-    _, page_size, turned_until, num_rows, num_segments, num_pages, num_tails = (
+    """Decode the batch of a `pass_message`; none of its rows needs logits."""
+    _, page_size, rope_until, num_rows, num_segments, num_pages, num_tails = (
         int(field) for field in message[:_NUM_FIELDS]
     )
     counts = [num_rows] * 3 + [num_segments] * 5 + [num_pages, num_tails]
@@ -83,30 +83,30 @@ def batch_of(message: Ints) -> RaggedBatch:
         pages=pages,
         tail_lens=tail_lens,
         tails=tails,
-        turned_until=turned_until,
+        rope_until=rope_until,
     )
 
 
 def copy_message(sources: Sequence[int], targets: Sequence[int]) -> Ints:
-    """Encode copies of slots of the pool, each from ``sources`` to ``targets``."""
+    """Encode copies of the pool's slots: slot ``sources[i]`` is copied to slot ``targets[i]``."""
     return np.array([COPY, *sources, *targets], dtype=np.int64)
 
 
 def pool_message(
     num_pages: int, page_size: int, kv_dtype: KvDtype, *, is_shared: bool = False
 ) -> Ints:
-    """Encode the pool that later messages use, in place of any previous one.
+    """Encode the order to make a pool, which replaces any previous pool.
 
-    ``is_shared``: rank 0 maps its memory, too; `send_shared_pool` sends it.
+    ``is_shared``: rank 0 maps the memory of the pool, too; `send_shared_pool` sends the message.
     """
     fields = [POOL, num_pages, page_size, _KV_DTYPES.index(kv_dtype), is_shared]
     return np.array(fields, dtype=np.int64)
 
 
 def send_shared_pool(channel: Connection, message: Ints, num_bytes: int) -> Tensor:
-    """Send a message that describes a pool, and the pool's shared memory; return that memory.
+    """Send a `pool_message` and a handle of shared memory for the pool; return that memory.
 
-    Raises OSError.
+    The memory has ``num_bytes`` bytes. Raises OSError.
     """
     file = shared_zeros(num_bytes)
     try:
@@ -120,7 +120,7 @@ def send_shared_pool(channel: Connection, message: Ints, num_bytes: int) -> Tens
 
 @torch.inference_mode()
 def serve_rank(channel: Connection, decoder: OwnDecoder) -> None:
-    """Execute messages until the other end is closed. Raises the errors of a pass."""
+    """Execute messages until rank 0 closes ``channel``. Raises the errors of a pass."""
     pool: KVPool | None = None
     while True:
         try:
@@ -148,9 +148,9 @@ def serve_rank(channel: Connection, decoder: OwnDecoder) -> None:
 
 
 def _end_with(channel: Connection) -> None:
-    """Wait until rank 0 is gone, then end the process.
+    """Wait until rank 0 closes ``channel``, then end the process.
 
-    The main thread cannot do this: it may be in a call that waits for rank 0 and never returns.
+    The main thread cannot do this: a call that waits for rank 0 there may never return.
     """
     waiting = select.poll()
     waiting.register(channel.fileno(), 0)  # An empty mask waits only for a hang-up.
@@ -173,7 +173,7 @@ def _run(channel: Connection) -> None:
 
 def main() -> None:
     """Serve rank 0 on the socket that the first argument names, then end the process."""
-    # The whole process group gets these signals, and rank 0 may still drain.
+    # The whole process group gets these signals, and rank 0 may still complete running requests.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     code = 1
@@ -184,12 +184,12 @@ def main() -> None:
         code = 0
     except ForetokenError as failure:
         logger.error("a tensor-parallel rank exits: %s", failure)
-    except (EOFError, OSError):  # Rank 0 is gone.
+    except (EOFError, OSError):  # Rank 0 has exited.
         pass
     except BaseException:
         logger.exception("a tensor-parallel rank failed")
     logging.shutdown()
-    os._exit(code)  # The other ranks must not wait for the interpreter's shutdown.
+    os._exit(code)  # Other ranks would have to wait for the interpreter's shutdown.
 
 
 if __name__ == "__main__":

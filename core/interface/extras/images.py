@@ -1,4 +1,4 @@
-"""PromptImage: an image of a prompt, for the scheduler, the cache and the image tower."""
+"""PromptImage: an image of a prompt, for the scheduler, the cache and the image encoder."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ID_BYTES = 4
 
 
 class TowerInput(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Input tensor of a model's image tower: row-major, little-endian numbers."""
+    """Input tensor of a model's image encoder (tower): row-major, little-endian numbers."""
 
     name: str
     dtype: Literal["float32", "int64"]
@@ -23,13 +23,13 @@ class TowerInput(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PromptImage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Image of a prompt: the rows of the prompt for its vectors, and the inputs of the image tower.
+    """Image of a prompt: the positions of its rows, and the inputs of the image encoder.
 
-    ``runs``: (first position, number of rows), ascending, disjoint. ``grid``: lines and columns of
-    the rows, for models whose RoPE depends on them; there is then one run. ``key``: hash of the
-    content and of the cache salt, `KEY_BYTES` long: images with equal keys have the same vectors.
-    ``is_mutual``: the rows of a run attend to each other, later rows included, so one step computes
-    them all.
+    ``runs``: (first position, number of rows) of each range of rows, ascending, disjoint. ``grid``:
+    numbers of lines and columns of the rows, for models whose RoPE depends on them; the image then
+    has one run. ``key``: hash of content and cache salt, `KEY_BYTES` long; images with equal keys
+    have the same vectors. ``is_mutual``: whether all rows of a run attend to each other, so that
+    one step must compute them all.
     """
 
     key: bytes
@@ -40,19 +40,19 @@ class PromptImage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def num_rows(self) -> int:
-        """Number of the image's rows in the prompt."""
+        """Number of rows of the image in the prompt."""
         return sum(count for _, count in self.runs)
 
     @property
     def num_bytes(self) -> int:
-        """Size of the inputs in bytes."""
+        """Size of the encoder's inputs in bytes."""
         return sum(len(each.data) for each in self.inputs)
 
     def ids(self) -> array[int]:
-        """Return the ids of its rows, [num_rows]: negative, above -2**31 - 1, made from the key.
+        """Return an id for each row, [num_rows], from -2**31 to -1, made from ``key``. O(rows).
 
-        They stand in place of token ids, so that the prefix cache matches an image by its content.
-        Each row has 31 bits of the hash, so that no two images share all ids by chance. O(rows).
+        The ids take the place of token ids, so that the prefix cache matches an image by its
+        content. Each row has 31 bits of a hash, so that no two images share all ids by chance.
         """
         stream = hashlib.shake_256(self.key).digest(_ID_BYTES * self.num_rows)
         words = (
@@ -63,7 +63,7 @@ class PromptImage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def content_hash(inputs: Sequence[TowerInput]) -> bytes:
-    """Return a hash of the tower's inputs. O(bytes): about a millisecond per megabyte."""
+    """Return a hash of the encoder's inputs. O(bytes): about a millisecond per megabyte."""
     digest = hashlib.sha256()
     for each in inputs:
         digest.update(f"{each.name} {each.dtype} {each.shape} ".encode())
@@ -72,16 +72,16 @@ def content_hash(inputs: Sequence[TowerInput]) -> bytes:
 
 
 def image_key(salt: str | None, content: bytes) -> bytes:
-    """Return the key of an image from the hash of its content and a cache salt (or None)."""
+    """Return `PromptImage.key` for a `content_hash` and a cache salt or None."""
     mark = b"\0" if salt is None else b"\1"
     named = hashlib.sha256((salt or "").encode()).digest()
     return hashlib.sha256(mark + named + content).digest()
 
 
 def with_image_rows(token_ids: Sequence[int], images: Sequence[PromptImage]) -> array[int]:
-    """Return the tokens of a prompt, with image ids at the positions of image rows.
+    """Return the tokens of a prompt, with `PromptImage.ids` at the positions of image rows.
 
-    Raises ValueError for a run outside the prompt, or over another one.
+    Raises ValueError for a run outside the prompt, or one that overlaps another run.
     """
     tokens, filled = array("q", token_ids), 0
     runs = sorted((start, count) for image in images for start, count in image.runs)
@@ -100,9 +100,10 @@ def with_image_rows(token_ids: Sequence[int], images: Sequence[PromptImage]) -> 
 
 
 def chunk_stop(images: Sequence[PromptImage], start: int, stop: int) -> int:
-    """Return the end of a chunk from ``start`` to ``stop`` that cuts no run of mutual image rows.
+    """Return ``stop``, moved so that a chunk from ``start`` does not cut image rows.
 
-    If ``stop`` is inside a run, the chunk ends before the run, or after it if it begins inside.
+    This concerns runs whose rows attend to each other. A chunk that would end inside such a run
+    ends before it, or after it if the chunk begins at or inside the run.
     """
     for first, count in mutual_runs(images):
         if first < stop < first + count:
@@ -111,10 +112,10 @@ def chunk_stop(images: Sequence[PromptImage], start: int, stop: int) -> int:
 
 
 def mutual_runs(images: Sequence[PromptImage]) -> list[tuple[int, int]]:
-    """Return the runs whose rows attend to each other."""
+    """Return the runs of ``images`` whose rows attend to each other: (position, number of rows)."""
     return [run for image in images if image.is_mutual for run in image.runs]
 
 
 def text_ids(tokens: array[int], images: Sequence[PromptImage]) -> array[int]:
-    """Return the tokens with 0 for each image row: a copy if there are images."""
+    """Return ``tokens`` with 0 for each image row; a copy if the prompt has images."""
     return array("q", [max(0, each) for each in tokens]) if images else tokens

@@ -14,13 +14,13 @@ from .transfers import PageOffer
 class RequestExtras(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Attributes of a request that change how its rows are computed, or which KV is kept.
 
-    Requests without any use `PLAIN_REQUEST`.
+    Requests without such attributes use `PLAIN_REQUEST`.
     """
 
-    adapter: Adapter | None = None  # changes the model for this request
-    images: tuple[PromptImage, ...] = ()  # images; their rows have negative ids in the tokens
+    adapter: Adapter | None = None  # the LoRA adapter of this request
+    images: tuple[PromptImage, ...] = ()  # images, whose rows have negative ids among the tokens
 
-    # tokens of the answer that keep their KV; 0: all. Set when the request is queued
+    # Number of answer tokens that keep their KV; 0: all. It is set when the request is queued.
     kv_budget: int = 0
 
 
@@ -31,14 +31,14 @@ class Transfer(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """KV pages of a request that come from a tier or another engine, or go to another engine.
 
     ``hands_over``: when the request ends, the pages of its prompt are held for another engine,
-    unless its caller has left. Requests without transfers use `NO_TRANSFER`.
+    unless the request was aborted. Requests without transfers use `NO_TRANSFER`.
     """
 
     hands_over: bool = False
     handed: HeldPages | None = None  # pages held for another engine; None until they are held
-    offer: PageOffer | None = None  # pages of a peer, while the request may read them
+    offer: PageOffer | None = None  # pages of a peer that the request may still read
 
-    # Load from a tier: a look-up while the request waits, then the load itself.
+    # Load of pages from a tier, which begins with a look-up while the request waits.
     load: PageLoad | None = None
 
 
@@ -46,7 +46,7 @@ NO_TRANSFER = Transfer()
 
 
 def request_extras(adapter: Adapter | None, images: tuple[PromptImage, ...]) -> RequestExtras:
-    """Return the extras of a request before it is queued."""
+    """Return the extras of a new request; `PLAIN_REQUEST` without adapter and images."""
     if adapter is None and not images:
         return PLAIN_REQUEST
     return RequestExtras(adapter=adapter, images=images)

@@ -1,8 +1,9 @@
-"""Transfers: KV pages that go from the pool of one engine to another engine's.
+"""Transfers of KV pages from the pool of one engine to the pool of another engine.
 
-The engine that has computed a prompt (P) holds its pages; the engine that continues the request (D)
-reads them from P's memory, as it would read them from a disk. P takes no part in the reading, so a
-word in P's memory says whether the pages are still held: D checks it after its reading.
+The engine that has computed a prompt (P) holds the prompt's pages; the engine that continues the
+request (D) reads them from P's memory, as it would read them from a disk. P takes no part in the
+reading, so a 64-bit word in P's memory says whether the pages are still held: D checks the word
+after its reading.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ class Region(NamedTuple):
 class PoolMemory:
     """Location of a pool in the memory of its process.
 
-    ``parts``: for each tensor that holds a part of a page, the memory of page 0's row; the rows of
-    the other pages follow. ``words``: address of `TransferLocks.words`.
+    Several tensors may hold a part of each page. ``parts``: the memory of page 0 in each of the
+    tensors; the other pages follow it. ``words``: address of `TransferLocks.words`.
     """
 
-    agent: bytes  # metadata by which other processes reach the pool
+    agent: bytes  # metadata by which other processes can connect to the pool's process
     kind: MemoryKind
     parts: tuple[Region, ...]
     words: int
@@ -41,15 +42,15 @@ class PoolMemory:
 
 @dataclass(slots=True, eq=False)
 class PageOffer:
-    """Pages of a peer that a request may read, from the beginning of its prompt on."""
+    """Pages of another engine, the peer, which hold the beginning of a request's prompt."""
 
-    name: str  # name of the peer's transfer
+    name: str  # name of the transfer at the peer
     memory: PoolMemory
     key: bytes  # key of the last page, which determines all tokens up to its end
     page_ids: Sequence[int]  # page ids in the peer's pool
-    slot: int  # slot of the peer's word
+    slot: int  # index of the transfer's word in the peer's `TransferLocks.words`
     nonce: int  # value of the word while the pages are held
-    is_met: bool = False  # whether the peer was reached, and held the pages then
+    is_met: bool = False  # whether the peer was connected, and held the pages at that time
 
     @property
     def word(self) -> int:
@@ -58,39 +59,39 @@ class PageOffer:
 
 
 class PageServer(Protocol):
-    """Memory that other processes read. Belongs to the event loop's thread."""
+    """Memory that other processes can read. Only the event loop's thread calls the methods."""
 
     memory: PoolMemory  # location of the memory
 
     def notes(self) -> Sequence[bytes]:
-        """Return the messages that readers have sent since the last call; returns at once."""
+        """Return the messages that readers have sent since the last call, without waiting."""
 
     def close(self) -> None:
-        """Release the memory."""
+        """End the access of other processes to the memory."""
 
 
 class PageReader(Protocol):
-    """Reader of the memory of other processes. Belongs to the I/O thread.
+    """Reader of the memory of other processes. Only the I/O thread calls the methods.
 
-    Its methods raise OSError if a peer does not answer, or is gone.
+    They raise OSError if a peer does not answer or has exited.
     """
 
-    capacity: int  # most bytes that one call can read
+    capacity: int  # maximum number of bytes that one call can read
 
     def read(self, memory: PoolMemory, regions: Sequence[Region]) -> memoryview:
-        """Return the joined bytes of some regions of a pool; valid until the next call."""
+        """Read regions of a pool; return the joined bytes, which are valid until the next call."""
 
     def read_word(self, offer: PageOffer) -> int:
-        """Return the word that says whether an offer's pages are still held.
+        """Read the word that says whether the pages of an offer are still held.
 
-        It is read after all pages that were read before this call.
+        The word is read after the pages of all earlier calls.
         """
 
     def send(self, memory: PoolMemory, note: bytes) -> None:
         """Send a message to the process that holds a pool."""
 
     def close(self) -> None:
-        """Release memory and connections."""
+        """Release the memory and the connections of this reader."""
 
 
 RENEW, DONE = b"renew ", b"done "

@@ -9,10 +9,10 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 
 
 def leads_over_link(folder: Path, below: Path) -> bool:
-    """Whether the path from ``below`` to an adapter's files has a symbolic link. Blocking.
+    """Whether the path from the folder ``below`` to an adapter's files contains a symbolic link.
 
-    Raises OSError or ValueError for a path that is not valid, and ValueError for a path that is not
-    below ``below``.
+    The call reads the file system. Raises OSError or ValueError for an invalid path, and ValueError
+    for a path outside ``below``.
     """
     steps = folder.relative_to(below).parts
     folders = [below.joinpath(*steps[: count + 1]) for count in range(len(steps))]

@@ -47,7 +47,7 @@ _CHANGED_BASES = ("pissa", "olora", "corda", "loftq", "lora_ga")
 # Keys of rank_pattern and alpha_pattern are regular expressions by the adapter's author, and a
 # search may take exponential time. So keys must be names, with escapes and at most a few choices.
 MAX_KEYS, MAX_KEY_CHARS = 2048, 256
-# keys with choices; groups and repeats of each key
+# Limits on the number of keys with groups, and on the groups and the repeats in each key.
 MAX_CHOOSING, MAX_GROUPS, MAX_REPEATS = 64, 2, 1
 _ITEM = r"(?:[\w.-]|\\[.\-_dw]|\[\w(?:-?\w)*\])[*+]?"
 _GROUP = rf"\((?:\?:)?(?:{_ITEM}|\|)*\)"
@@ -129,11 +129,11 @@ class LoraSettings:
         self._is_stabilised = bool(values.get("use_rslora"))
 
     def rank(self, module: str) -> int:
-        """Return the rank of a module."""
+        """Return the rank of the LoRA matrices of a module."""
         return int(_of_module(self._ranks, module, self._rank))
 
     def scale(self, module: str) -> float:
-        """Return the factor on a module's B: alpha over the rank, or over its root."""
+        """Return the factor on a module's matrix B: alpha / rank, or alpha / sqrt(rank)."""
         rank = self.rank(module)
         alpha = float(_of_module(self._alphas, module, self._alpha))
         return alpha / (math.sqrt(rank) if self._is_stabilised else rank)
@@ -170,13 +170,13 @@ def _is_number(value: object) -> bool:
 
 
 def _of_module(pattern: Mapping[re.Pattern[str], float], module: str, default: float) -> float:
-    """Return the value of the first key that a module's name ends with, as PEFT finds it."""
+    """Return the value of the first key that matches the end of a module's name, as in PEFT."""
     keys = (key for key in pattern if key.fullmatch(module))
     return next((pattern[key] for key in keys), default)
 
 
 class LoraTensors:
-    """A and B of a folder's modules, by the decoder's module names."""
+    """The LoRA matrices A and B in a folder, by the decoder's module names."""
 
     def __init__(self, folder: Path, decoder: OwnDecoder) -> None:
         self.where = folder / WEIGHTS_FILE
@@ -211,7 +211,7 @@ class LoraTensors:
             )
 
     def pair(self, name: str) -> tuple[str, Tensor, Tensor] | None:
-        """Return a module's stored name, its A and its B; None if it is not changed.
+        """Return a module's stored name, its A and its B; None if the adapter does not change it.
 
         Raises `ModelLoadError` if one of the two is missing.
         """
@@ -225,7 +225,7 @@ class LoraTensors:
         return stored, pair["A"], pair["B"]
 
     def digest(self) -> bytes:
-        """Return a digest of names and content."""
+        """Return a digest of the names and the content of all tensors."""
         made = hashlib.sha256()
         for name, tensor in sorted(self._content.items()):
             made.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())

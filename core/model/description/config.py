@@ -31,10 +31,10 @@ LLAMA_MLP = MlpNames()
 class ExpertNames(NamedTuple):
     """Tensor names of a mixture of experts, relative to the layer's prefix.
 
-    ``expert``: prefix of one expert, with its number. ``stacked``: layout of the tensors that hold
-    all experts. "rows" has the rows of the gate, then the rows of up; "columns" is its transpose;
-    "gpt-oss" is transposed, has biases, and alternates rows of gate and up. ``factors``: name of
-    the tensor with a factor for each expert's output.
+    ``expert``: prefix of one expert; ``{}`` stands for its number. ``stacked``: layout of the
+    tensors that hold all experts. "rows" has the rows of the gate, then the rows of up; "columns"
+    is its transpose; "gpt-oss" is transposed, has biases, and alternates rows of gate and up.
+    ``factors``: name of the tensor with a factor for each expert's output.
     """
 
     router: str = "mlp.gate"
@@ -49,9 +49,9 @@ class ExpertNames(NamedTuple):
 
 
 class BesideNames(NamedTuple):
-    """Tensor names of the norms of experts beside an MLP.
+    """Tensor names of the norms of experts that run beside an MLP, relative to the layer's prefix.
 
-    ``router_norm`` is a full name, and its weight is multiplied by hidden_size ** -0.5.
+    ``router_norm`` includes the ending, and its weight is multiplied by hidden_size ** -0.5.
     """
 
     norm: str = "pre_feedforward_layernorm_2"
@@ -147,7 +147,7 @@ LLAMA_NORMS = NormNames()
 
 
 class HeadSpec(NamedTuple):
-    """Heads of a layer."""
+    """Numbers of a layer's heads, and the number of dimensions of a head."""
 
     num_heads: int
     num_kv_heads: int
@@ -156,17 +156,17 @@ class HeadSpec(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
-    """Parts of one layer that may differ from other layers.
+    """Properties of one layer that may differ from other layers.
 
-    ``keys_as_values``: there is no value matrix; values are the keys before norm and RoPE.
-    ``kv_of``: the earlier layer whose keys and values this one reads instead of its own. ``mixer``:
-    a recurrent mixer in place of attention, or None. With ``beside_attention`` the layer has both:
-    they read the same input, and their outputs are summed. ``parts``: a layer may be only a mixer
-    or only an MLP, with the one norm `NormNames.attention`. ``factors`` multiply the residual
-    stream after the mixer and after the MLP.
+    ``keys_as_values``: the layer has no value matrix, and its values are the keys before norm and
+    RoPE. ``kv_of``: the earlier layer whose keys and values this layer reads instead of its own.
+    ``mixer``: a recurrent mixer in place of attention, or None. With ``beside_attention`` the layer
+    has both: they read the same input, and their outputs are summed. ``parts``: a layer may have
+    only a mixer or only an MLP; then its only norm is `NormNames.attention`. ``factors`` multiply
+    the residual stream after the mixer and after the MLP.
     """
 
-    window: int | None = None  # positions that a row attends to, its own included; None: all
+    window: int | None = None  # positions that a row attends to, itself included; None: all
     rope: RopeSpec | None = None  # None: the RoPE of the model
     experts: ExpertsSpec | None = None
     width: int | None = None  # width of the MLP; None: the width of the model's MLPs
@@ -189,8 +189,9 @@ class LayerSpec:
 class MtpNames(NamedTuple):
     """Tensor names of an MTP layer, which predicts one more token than the model.
 
-    ``layer``: prefix of its layer tensors, which have the shapes of the model's last layer.
-    ``projection`` is a name without ".weight". ``{}`` stands for the number of the model's layers.
+    ``layer``: prefix of the names inside the layer, whose tensors have the shapes of the model's
+    last layer. ``projection`` is a name without ".weight". ``{}`` stands for the number of layers
+    of the model.
     """
 
     layer: str = "model.layers.{}."
@@ -200,8 +201,8 @@ class MtpNames(NamedTuple):
     final_norm: str = "model.layers.{}.shared_head.norm.weight"
 
 
-BEHIND_THE_LAST = MtpNames()  # GLM-4.5, DeepSeek V3
-BESIDE_THE_MODEL = MtpNames(  # Qwen3-Next and Qwen3.5
+MTP_AFTER_LAST = MtpNames()  # after the last layer, as in GLM-4.5 and DeepSeek V3
+MTP_BESIDE_MODEL = MtpNames(  # under names of their own, as in Qwen3-Next and Qwen3.5
     layer="mtp.layers.0.",
     embedding_norm="mtp.pre_fc_norm_embedding.weight",
     hidden_norm="mtp.pre_fc_norm_hidden.weight",
@@ -212,7 +213,7 @@ BESIDE_THE_MODEL = MtpNames(  # Qwen3-Next and Qwen3.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderConfig:
-    """Shape and declared differences of a decoder. Lengths and windows are in tokens."""
+    """Shape of a decoder, and its differences from Llama. Lengths and windows are in tokens."""
 
     model_type: str
     vocab_size: int
@@ -230,7 +231,7 @@ class DecoderConfig:
     eos_token_ids: tuple[int, ...] = ()
     tie_embeddings: bool = False
     norms: NormNames = LLAMA_NORMS
-    norms_stream: bool = False  # Outputs are added to what the norm before them returned.
+    norms_stream: bool = False  # Outputs are added to the normed input, not to the stream.
     layer_norm: Literal["none", "plain", "bias"] = "none"  # replaces RMS norms
     is_parallel: bool = False  # MLP and attention read the same input
 
@@ -251,19 +252,19 @@ class DecoderConfig:
 
     # The query matrix has a gate of the attention output after each head's query.
     has_gate: bool = False
-    token_input_size: int = 0  # size of a token's extra input to each layer; 0: none
-    layer_factor: str | None = None  # name of a factor on the stream after a layer
+    token_input_size: int = 0  # size of a token's per-layer input (Gemma 4); 0: none
+    layer_factor: str | None = None  # tensor name of a factor on the stream after a layer
     is_nested: bool = False  # The checkpoint also holds other models beside this text model.
 
-    # Latent attention has one key per position for all heads, whose first items are its value:
-    # `num_kv_heads` is 1, and `head_dim` the key's.
+    # With latent attention all heads share one key per position, whose first items are its value.
+    # Then `num_kv_heads` is 1, and `head_dim` is the size of that key.
     latent: LatentShape | None = None
-    # The files hold the matrices from latents to keys and to values apart, by head; the keys'
-    # matrices are transposed.
+    # The files store the matrices from latents to keys and from latents to values as two tensors,
+    # by head; the matrices to keys are transposed.
     has_split_latents: bool = False
     mtp: MtpNames | None = None  # names of an optional MTP layer; None: unknown
     fold: Fold = NO_FOLD
-    # Pairs of a part of a stored tensor name and its replacement in `tensor_shapes`.
+    # Pairs (part of a stored tensor name, its replacement in the names of `tensor_shapes`).
     stored_names: tuple[tuple[str, str], ...] = ()
 
     def heads_of(self, layer: int) -> HeadSpec:

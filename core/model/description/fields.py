@@ -24,7 +24,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 class UnsupportedConfig(ModelLoadError):  # noqa: N818 - as in `errors`
-    """The config of a model that this engine's own decoder does not support."""
+    """Error for the config of a model that this engine's own decoder does not support."""
 
 
 class Fields:
@@ -39,7 +39,7 @@ class Fields:
         return self.values.get(name) is not None
 
     def integer(self, name: str, default: int | None = None) -> int:
-        """Return an integer; required without a default."""
+        """Return an integer field. Without ``default`` the field is required."""
         value = self._get(name, default)
         if isinstance(value, float) and value.is_integer():
             value = int(value)
@@ -48,28 +48,28 @@ class Fields:
         return value
 
     def positive(self, name: str, default: int | None = None) -> int:
-        """Return an integer of at least 1."""
+        """Return an integer field that is at least 1. Without ``default`` it is required."""
         value = self.integer(name, default)
         if value < 1:
             raise self.error(name, f"must be at least 1, not {value}")
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
-        """Return a number; required without a default."""
+        """Return a numeric field. Without ``default`` the field is required."""
         value = self._get(name, default)
         if not isinstance(value, (int, float)) or isinstance(value, bool):
             raise self.error(name, "must be a number")
         return float(value)
 
     def above_zero(self, name: str, default: float | None = None) -> float:
-        """Return a number greater than 0."""
+        """Return a numeric field that is greater than 0."""
         value = self.number(name, default)
         if value <= 0:
             raise self.error(name, f"must be greater than 0, not {value}")
         return value
 
     def optional_number(self, name: str) -> float | None:
-        """Return a number, or None if absent."""
+        """Return a numeric field, or None if it is absent."""
         return self.number(name) if self.has(name) else None
 
     def flag(self, name: str, default: bool) -> bool:
@@ -80,21 +80,21 @@ class Fields:
         return value
 
     def text(self, name: str, default: str | None = None) -> str:
-        """Return a string; required without a default."""
+        """Return a string field. Without ``default`` the field is required."""
         value = self._get(name, default)
         if not isinstance(value, str):
             raise self.error(name, "must be a string")
         return value
 
     def object(self, name: str) -> Fields:
-        """Return a nested object; empty if absent."""
+        """Return a nested object; an absent one is empty."""
         value = self._get(name, {})
         if not isinstance(value, dict):
             raise self.error(name, "must be an object")
         return Fields(value, f"{self.where}: {name}")
 
     def integers(self, name: str) -> tuple[int, ...]:
-        """Return an integer or a list of them as a tuple; empty if absent."""
+        """Return a field with an integer or a list of integers as a tuple; empty if absent."""
         value = self._get(name, [])
         items = value if isinstance(value, list) else [value]
         if not all(isinstance(i, int) and not isinstance(i, bool) for i in items):

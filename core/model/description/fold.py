@@ -1,6 +1,6 @@
-"""Fold: factors and layouts of a family that are folded into its weights at load time.
+"""Fold: factors and row orders of a family that are applied to its weights at load time.
 
-So all families use the kernels of Llama's decoder, on the folded weights.
+So all families use the kernels of Llama's decoder.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ...ops.mixers.recurrent import RecurrentShape
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fold:
-    """Factors and layouts of a family's weights.
+    """Factors and stored layouts of a family's weights.
 
     Weights are multiplied by factors in float32 and rounded once, to the weights' dtype.
     ``fused_qkv``, ``fused_gate_up``: the files store these matrices fused, as the kernels do.
@@ -27,8 +27,7 @@ class Fold:
 
     embed_scale: float = 1.0  # factor on the embedding
 
-    # The factor on both additions of a layer to the stream; for experts it is in the routing
-    # weights.
+    # Factor on the outputs of attention and MLP; the routing weights of experts include it.
     residual_scale: float = 1.0
     attention_out_scale: float = 1.0  # additional factor on the attention output
     mixer_out_scale: float = 1.0  # additional factor on the Mamba-2 output
@@ -46,10 +45,11 @@ NO_FOLD = Fold()
 
 
 def head_order(head_dim: int, rotary_dim: int, *, interleaved: bool) -> Tensor:
-    """Return the order of a head's dimensions for kernels whose RoPE rotates halves, [head_dim].
+    """Return the order of a head's dimensions for the kernels' RoPE, [head_dim].
 
-    The family rotates ``rotary_dim`` dimensions, as neighbouring pairs or as halves. The others are
-    divided between the two halves, where their frequencies are 0.
+    The kernels pair the dimensions of a head's first half with its second half. The family rotates
+    the first ``rotary_dim`` dimensions, in neighbouring pairs if ``interleaved``, otherwise in
+    halves. The other dimensions are divided between the two halves, with frequency 0.
     """
     turning = torch.arange(rotary_dim)
     first, second = turning.view(-1, 2).T if interleaved else turning.view(2, -1)
@@ -58,30 +58,31 @@ def head_order(head_dim: int, rotary_dim: int, *, interleaved: bool) -> Tensor:
 
 
 def qkvz_order(shape: RecurrentShape) -> Tensor:
-    """Return the order of queries, keys, values and z, given rows grouped by key head.
+    """Return the order that sorts rows stored by key head into queries, keys, values and z.
 
-    [2 * key heads * key_dim + 2 * value heads * value_dim]
+    The result is [2 * key heads * key_dim + 2 * value heads * value_dim].
     """
     width = shape.num_value_heads // shape.num_key_heads * shape.value_dim
     return _apart(shape.num_key_heads, [shape.key_dim, shape.key_dim, width, width])
 
 
 def qkv_order(shape: RecurrentShape) -> Tensor:
-    """Return the order of queries, keys and values, given rows grouped by head, [conv_channels]."""
+    """Return the order that sorts rows stored by head into queries, keys, values, [num_rows]."""
     return _apart(shape.num_key_heads, [shape.key_dim, shape.key_dim, shape.value_dim])
 
 
 def mamba_widths(shape: RecurrentShape) -> list[int]:
-    """Return the numbers of rows of Mamba-2's matrix for z, x, B, C and dt."""
+    """Return the numbers of rows for z, x, B, C and dt in Mamba-2's input matrix, in this order."""
     values, keys = shape.value_width, shape.num_key_heads * shape.key_dim
     return [values, values, keys, keys, shape.num_value_heads]
 
 
 def mamba_orders(shape: RecurrentShape) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the orders in which the kernels need the rows z, x, B, C, dt of Mamba-2's matrix.
+    """Return three orders that the kernels need for Mamba-2.
 
-    The three tensors are the indices of the rows C, B, x, z; of the rows dt; and of the
-    convolution's channels C, B, x, which files store as x, B, C.
+    The files store the input matrix in the order z, x, B, C, dt, and the convolution's channels in
+    the order x, B, C. The result has the indices of the matrix rows C, B, x, z; of the matrix rows
+    dt; and of the channels C, B, x.
     """
     widths = mamba_widths(shape)
     z, x, b, c, dt = torch.split(torch.arange(sum(widths)), widths)
@@ -90,13 +91,13 @@ def mamba_orders(shape: RecurrentShape) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def ba_order(shape: RecurrentShape) -> Tensor:
-    """Return the order of b, then a, given rows grouped by key head, [2 * value heads]."""
+    """Return the order that sorts rows stored by key head into b, then a, [2 * value heads]."""
     group = shape.num_value_heads // shape.num_key_heads
     return _apart(shape.num_key_heads, [group, group])
 
 
 def _apart(num_heads: int, widths: list[int]) -> Tensor:
-    """Return the order of rows by part, if they are stored by head.
+    """Return the order that sorts rows stored by head into parts, such as queries and keys.
 
     ``widths``: number of rows of each part in one head.
     """
@@ -105,7 +106,7 @@ def _apart(num_heads: int, widths: list[int]) -> Tensor:
 
 
 def rounded(factor: float, dtype: torch.dtype) -> float:
-    """Return the number of a dtype that is nearest to ``factor``."""
+    """Return ``factor`` rounded to a dtype."""
     return float(torch.tensor(factor, dtype=dtype))
 
 

@@ -1,4 +1,4 @@
-"""PageLayout: the place of each layer's KV in a page, and the RoPE tables of each layer."""
+"""PageLayout: the position of each layer's KV in a page, and the RoPE tables of each layer."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ...ops.kv_pool import KvPlace, KvShape
+from ...ops.kv_pool import KvLayer, KvShape
 from ...ops.weights import HeadLayout, Tables
 from .config import DecoderConfig
 from .rope import RopeSpec, layer_tables
@@ -16,20 +16,20 @@ class PoolPart(NamedTuple):
     """A part of the pool: layers with equal heads, which share a plan in each pass."""
 
     heads: HeadLayout
-    num_layers: int  # layers that keep keys and values
+    num_layers: int  # number of layers that keep keys and values
     ropes: tuple[RopeSpec, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class PageLayout:
-    """Layout of a page, which is one blob over all layers; layers with equal heads are one part.
+    """Layout of a page, which has the KV of all layers; layers with equal heads form one part.
 
-    A layer that reads another layer's keys and values has that layer's place; a layer without
-    attention has None.
+    ``places`` has the position of each layer's KV. A layer that reads another layer's keys and
+    values has that layer's place; a layer without attention has None.
     """
 
     parts: tuple[PoolPart, ...]
-    places: tuple[KvPlace | None, ...]  # [num_layers]
+    places: tuple[KvLayer | None, ...]  # [num_layers]
     tables: tuple[Tables, ...]  # [num_layers], indices into the `ropes` of the layer's part
 
     @classmethod
@@ -40,7 +40,7 @@ class PageLayout:
             for layout, spec in zip(config.head_layouts, config.layers, strict=True)
         ]
         kinds = list(dict.fromkeys(layout for layout in layouts if layout is not None))
-        places: list[KvPlace | None] = []
+        places: list[KvLayer | None] = []
         counts = [0] * len(kinds)
         for layout, spec in zip(layouts, config.layers, strict=True):
             if layout is None:
@@ -50,16 +50,17 @@ class PageLayout:
                 places.append(places[spec.kv_of])
                 continue
             part = kinds.index(layout)
-            places.append(KvPlace(part, counts[part]))
+            places.append(KvLayer(part, counts[part]))
             counts[part] += 1
         parts = [PoolPart(heads, counts[part], ()) for part, heads in enumerate(kinds)]
-        return cls._turned(config, parts, places)
+        return cls._with_tables(config, parts, places)
 
     @classmethod
     def beside(cls, config: DecoderConfig, other: PageLayout) -> PageLayout:
-        """Return the layout of a model that reads another's KV: each layer reads layer ``kv_of``.
+        """Return the layout of a model that reads another model's KV; that model's is ``other``.
 
-        Layers that read the same part have equal heads.
+        Each layer reads the other model's layer `LayerSpec.kv_of`. Layers that read the same part
+        of the pool must have equal heads.
         """
         places = [other.places[spec.kv_of] for spec in config.layers if spec.kv_of is not None]
         heads = {
@@ -71,15 +72,15 @@ class PageLayout:
             part._replace(heads=heads.get(index, part.heads))
             for index, part in enumerate(other.parts)
         ]
-        return cls._turned(config, parts, places)
+        return cls._with_tables(config, parts, places)
 
     @classmethod
-    def _turned(
-        cls, config: DecoderConfig, parts: Sequence[PoolPart], places: Sequence[KvPlace | None]
+    def _with_tables(
+        cls, config: DecoderConfig, parts: Sequence[PoolPart], places: Sequence[KvLayer | None]
     ) -> PageLayout:
-        """Return the layout, with the RoPE tables of the layers that use each part of the pool.
+        """Return a layout with ``places``, in which each part has the RoPE tables of its layers.
 
-        A part that no layer uses keeps its tables.
+        A part that no layer uses keeps the tables that it has in ``parts``.
         """
         tables, found = [Tables()] * len(places), list[PoolPart]()
         for number, part in enumerate(parts):

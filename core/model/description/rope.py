@@ -1,4 +1,4 @@
-"""Rotary position embedding: inverse frequencies of each kind, and cos/sin by position."""
+"""Rotary position embedding (RoPE): inverse frequencies of each kind, and cos/sin by position."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .fields import Fields
 
 RopeKind: TypeAlias = Literal["default", "linear", "llama3", "yarn", "longrope", "proportional"]
 
-_CHUNK = 4096  # positions; equal steps keep the tables' bits independent of when they grow
+_CHUNK = 4096  # positions by which tables grow; with equal steps the bits are always the same
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,18 +35,19 @@ class RopeSpec:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
-    # Divisors of each frequency, for longrope and for files that store llama3's scaling like this.
+    # Divisors of each frequency, for longrope and for GGUF files with llama3's scaling.
     divisors: tuple[float, ...] = ()
-    # The share of a head's items that RoPE rotates, the first ones; 0: no RoPE. With kind
-    # "proportional" the first items of each half rotate, at the frequencies of a full rotation.
+    # Fraction of a head's items that RoPE rotates: the first ones; 0: no RoPE. With kind
+    # "proportional", the first items of each half rotate, with the frequencies of a whole head.
     partial: float = 1.0
     # Queries are multiplied by 1 + beta * log(1 + floor(position / original_max_len)) (Llama 4).
     # With 0 they are not scaled.
     query_beta: float = 0.0
-    # Numbers of frequencies that rotate by an image row's time, height and width. In text the three
-    # positions are equal.
+    # Numbers of frequencies that use a row's position in time, height and width, for images. The
+    # three positions of a text row are equal.
     sections: tuple[int, ...] = ()
-    interleaves_sections: bool = False  # The axes alternate; time has the remaining frequencies.
+    # Time, height and width alternate; time also has the frequencies that remain.
+    interleaves_sections: bool = False
 
 
 NO_ROPE = RopeSpec(partial=0.0)
@@ -190,9 +191,9 @@ def _refuse_partial(config: Fields, rope: Fields) -> None:
 
 
 def inverse_frequencies(spec: RopeSpec, head_dim: int) -> Tensor:
-    """Return the angle in radians per position of each pair of dimensions, [head_dim / 2] float32.
+    """Return the rotation of each pair of dimensions, in radians per position.
 
-    It is 0 for a pair that does not rotate.
+    The result is [head_dim / 2] float32, with 0 for a pair that does not rotate.
     """
     turning = _frequencies(spec, rotary_dim(spec, head_dim))
     return torch.nn.functional.pad(turning, (0, head_dim // 2 - len(turning)))
@@ -258,7 +259,7 @@ def attention_scaling(spec: RopeSpec) -> float:
 
 
 def mscale_all(spec: RopeSpec) -> float:
-    """Return yarn's factor on a whole query or key in DeepSeek's variant; otherwise 1."""
+    """Return the factor on whole queries and keys in DeepSeek's variant of yarn; otherwise 1."""
     if spec.kind == "default" or not spec.mscale_all_dim:
         return 1.0
     return _mscale(spec.factor, spec.mscale_all_dim)
@@ -269,14 +270,17 @@ def _mscale(factor: float, mscale: float) -> float:
 
 
 class LayerTables(NamedTuple):
-    """RoPE tables of a model, and the tables of each layer's queries and keys."""
+    """Distinct RoPEs of a model, and the index of the RoPE of each layer's queries and keys."""
 
     specs: tuple[RopeSpec, ...]  # `RopeSpec.query_beta` is set only in tables of queries
     by_layer: tuple[Tables, ...]
 
 
 def layer_tables(ropes: Sequence[RopeSpec]) -> LayerTables:
-    """Return one table per distinct RoPE. ``ropes``: the RoPE of each layer."""
+    """Return the distinct RoPEs among ``ropes``, and for each layer the indices of its own.
+
+    ``ropes``: the RoPE of each layer.
+    """
     numbers: dict[RopeSpec, int] = {}
     by_layer = [
         Tables(
@@ -289,9 +293,10 @@ def layer_tables(ropes: Sequence[RopeSpec]) -> LayerTables:
 
 
 def _axes(spec: RopeSpec, num_frequencies: int) -> Tensor:
-    """Return the number of the axis, 0 to 2, whose position each frequency uses.
+    """Return the axis whose position each frequency uses, [num_frequencies].
 
-    The axes alternate, or each has consecutive frequencies.
+    0 is time, 1 is height and 2 is width. The axes alternate if ``interleaves_sections`` is set;
+    otherwise each axis has consecutive frequencies.
     """
     axes = torch.zeros(num_frequencies, dtype=torch.int64)
     if spec.interleaves_sections:
@@ -314,9 +319,10 @@ class RopeTable:
         self._axes = _axes(spec, head_dim // 2).to(device)
 
     def rows(self, positions: Tensor, stop: int) -> tuple[Tensor, Tensor]:
-        """Return cos and sin ``[T, head_dim / 2]`` of positions ``[T]``, all below ``stop``.
+        """Return cos and sin [T, head_dim / 2] of ``positions`` [T], which are all below ``stop``.
 
-        With positions ``[3, T]`` each frequency follows the axis of its section.
+        ``positions`` may be [3, T], in time, height and width; then each frequency uses the
+        position of its own axis.
         """
         cos, sin = self.table(stop)
         if positions.dim() == 2:
@@ -325,10 +331,7 @@ class RopeTable:
         return cos.index_select(0, positions), sin.index_select(0, positions)
 
     def turns(self, positions: Tensor) -> Tensor:
-        """Return complex rotations ``[T, head_dim / 2]`` of positions ``[T]``.
-
-        The tables do not grow.
-        """
+        """Return the complex rotations [T, head_dim / 2] of positions [T], without the tables."""
         angles = positions.double().unsqueeze(1) * self._frequencies.double().to(positions.device)
         scaling = torch.as_tensor(self._scaling).to(positions.device)
         return torch.polar(torch.ones_like(angles), angles).to(torch.complex64) * scaling
@@ -356,9 +359,9 @@ class RopeTable:
 
 
 class Still:
-    """A `Rope` that rotates nothing, for modules that apply RoPE themselves or have none.
+    """A `Rope` that rotates nothing, for modules that apply RoPE themselves or have no RoPE.
 
-    Its tables are [rows, head_dim / 2].
+    Its tables are [num_positions, head_dim / 2].
     """
 
     def __init__(self, head_dim: int, device: torch.device) -> None:

@@ -1,8 +1,8 @@
-"""Tensors of a checkpoint, each declared once: name, shape, and the part that a rank has.
+"""Declarations of a checkpoint's tensors: name, shape, and the share that a rank has.
 
 The parts of a layer (core/model/weights/) declare their tensors as attributes of the types below.
-The shapes of a checkpoint, the shards of ranks, packing and adapters all read these declarations.
-Names are transformers'.
+The check of a checkpoint's shapes, the shards of ranks, packing and adapters all read these
+declarations. Tensors have the names that transformers gives them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Shapes = dict[str, Shape]
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
 LM_HEAD = "lm_head.weight"
-# Models with inputs by layer have these tensors beside the embedding.
+# Models with per-layer token inputs (Gemma 4) have these tensors beside the embedding.
 TOKEN_TABLE = "model.embed_tokens_per_layer.weight"
 TOKEN_PROJECTION = "model.per_layer_model_projection"
 TOKEN_NORM = "model.per_layer_projection_norm.weight"
@@ -41,9 +41,9 @@ def layer_prefix(layer: int) -> str:
 class Cut(NamedTuple):
     """The division of a tensor among ranks along ``axis`` (arXiv 1909.08053).
 
-    Along that axis the tensor has blocks whose widths are proportional to ``blocks``; a rank has an
-    equal share of each. ``of_one``: the axis within one matrix ``[out_features, in_features]`` of a
-    stack; a quantised stack is divided matrix by matrix.
+    Along that axis the tensor consists of blocks whose widths are proportional to ``blocks``; each
+    rank has an equal share of each block. ``of_one``: for a stack of matrices, the axis in one
+    matrix [out_features, in_features], because a quantised stack is divided matrix by matrix.
     """
 
     axis: int
@@ -52,7 +52,7 @@ class Cut(NamedTuple):
 
 
 class Held(NamedTuple):
-    """The experts from number ``start`` to ``stop`` of a stack."""
+    """The share of a rank that has the experts ``start`` to ``stop`` of a stack."""
 
     start: int
     stop: int
@@ -65,7 +65,7 @@ ROWS, COLUMNS = Cut(0), Cut(1)
 
 
 class TensorSpec(NamedTuple):
-    """A tensor of a checkpoint."""
+    """Declaration of a tensor of a checkpoint. ``share``: the part of it that a rank has."""
 
     name: str
     shape: Shape
@@ -78,7 +78,7 @@ class TensorSpec(NamedTuple):
 
 
 class NormSpec(NamedTuple):
-    """The weight ``[size]`` of a norm on the residual stream, and an optional bias."""
+    """Declaration of a norm on the residual stream: its weight [size], and an optional bias."""
 
     name: str
     size: int
@@ -97,7 +97,7 @@ class NormSpec(NamedTuple):
 
 
 class MatrixSpec(NamedTuple):
-    """A matrix of a linear, multiplied by ``factor`` when it is packed."""
+    """Declaration of a matrix of a linear, which is multiplied by ``factor`` when it is packed."""
 
     name: str  # without ".weight"
     rows: int
@@ -106,10 +106,11 @@ class MatrixSpec(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LinearSpec:
-    """A packed linear: stacked matrices ``[rows, in_features]`` and their biases.
+    """Declaration of a linear: matrices [rows, in_features] that are packed stacked, and biases.
 
-    ``order``: order of the stacked rows, if the kernels' order differs from the files'.
-    ``is_plain``: the matrix is never quantised. ``adapts``: LoRA adapters may change it.
+    ``order``: stored index of each packed row, if the kernels' order differs from the files'.
+    ``share``: the part that a rank has. ``is_plain``: the matrices are never quantised. ``adapts``:
+    LoRA adapters may change them.
     """
 
     matrices: tuple[MatrixSpec, ...]
@@ -122,14 +123,14 @@ class LinearSpec:
 
     @property
     def factors(self) -> list[float]:
-        """Return the factor of each matrix."""
+        """Factor of each matrix."""
         return [matrix.factor for matrix in self.matrices]
 
     @property
     def tensors(self) -> Iterator[TensorSpec]:
-        """Yield the weights and the biases.
+        """Yield the declarations of the weights and the biases.
 
-        Ranks with shares of the columns sum up their outputs, so only the first adds the bias.
+        If ranks have shares of the columns, their outputs are summed, so only rank 0 has the bias.
         """
         share: Share = "first" if self.share == COLUMNS else self.share
         for name, rows, _ in self.matrices:
@@ -145,12 +146,15 @@ def linear_of(
     factor: float = 1.0,
     **options: Any,  # noqa: ANN401 - fields of `LinearSpec`
 ) -> LinearSpec:
-    """Return a linear of one matrix."""
+    """Return the declaration of a linear with a single matrix."""
     return LinearSpec((MatrixSpec(name, rows, factor),), in_features, **options)
 
 
 class LayerPart:
-    """A part of a model, made up of its attributes that are tensors, linears, norms or parts."""
+    """A part of a model, whose attributes declare its tensors.
+
+    These attributes are tensors, linears, norms, other parts, or lists of them.
+    """
 
     @property
     def tensors(self) -> Iterator[TensorSpec]:
@@ -162,5 +166,5 @@ class LayerPart:
 
     @property
     def shapes(self) -> Shapes:
-        """Return the shapes of the tensors by name."""
+        """Shape of each tensor of the part, by name."""
         return {tensor.name: tensor.shape for tensor in self.tensors}

@@ -35,15 +35,15 @@ from ..weights.layer import ignored, tensor_shapes
 
 TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
 _OUTPUTS = (LM_HEAD, EMBEDDING)  # EMBEDDING if output and embedding are tied
-UNSCORED = -1e30  # logit of a token outside the best clusters; finite, so no NaN
+UNSCORED = -1e30  # logit of a token outside the best clusters; -inf could make NaN
 
 
 class AssistantConfig(NamedTuple):
     """The config of an assistant.
 
-    ``decoder``: config of its layers, each of which reads layer ``kv_of`` of the target.
-    ``num_clusters``: clusters of the vocabulary, of which ``num_scored`` are scored; 0: no
-    clusters.
+    ``decoder``: config of its layers, each of which reads the KV of layer ``kv_of`` of the target.
+    ``num_clusters``: number of clusters of the vocabulary, of which ``num_scored`` are scored; 0:
+    no clusters.
     """
 
     decoder: DecoderConfig
@@ -67,7 +67,7 @@ def read_assistant(path: Path, target: DecoderConfig) -> AssistantConfig:
     from ..fallback.text_config import read_text_config  # transformers takes a second to import
 
     text = {name: value for name, value in read_text_config(path).items() if value is not None}
-    # The assistant shares another model's KV, not its own layers'.
+    # All layers read the KV of the target; none of them reads the KV of an assistant's layer.
     text["num_kv_shared_layers"] = 0
     inner = Fields(text, f"{fields.where}: text_config")
     config = parse_config(inner)
@@ -102,7 +102,7 @@ def _reading(config: DecoderConfig, index: int, target: DecoderConfig, fields: F
             f"layer {index} reads {heads.num_kv_heads} KV heads of {heads.head_dim} dimensions, "
             f"but layer {found[-1]} of the target has {theirs.num_kv_heads} of {theirs.head_dim}",
         )
-    # The row stands at the last key, and transformers lets it see a whole window before that key.
+    # A row is at the position of its last key, and it attends to a whole window before that key.
     window = None if layer.window is None else layer.window + 1
     return replace(layer, kv_of=found[-1], window=window)
 
@@ -129,7 +129,11 @@ def _clusters(fields: Fields, vocab_size: int) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Clusters:
-    """A vocabulary in clusters: ``ids`` [num_clusters, size], output ``table`` [vocab, hidden]."""
+    """A vocabulary that is split into clusters.
+
+    ``ids`` [num_clusters, size]: token ids of each cluster. ``table`` [vocab, hidden]: the output
+    matrix.
+    """
 
     ids: Tensor
     table: Tensor
@@ -151,8 +155,8 @@ class Clusters:
 class Assistant:
     """An assistant of a target model.
 
-    ``embedding`` [vocab, target's hidden]: the target's. ``decoder``: the assistant's layers over
-    the target's pool; its output scores all tokens, or ``clusters``.
+    ``embedding`` [vocab, target's hidden]: the target's embedding. ``decoder``: the assistant's
+    layers, which read the target's pool; its output matrix scores all tokens, or ``clusters``.
     """
 
     decoder: OwnDecoder
@@ -163,7 +167,7 @@ class Assistant:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the assistant's matrices."""
+        """Size of the assistant's matrices in bytes."""
         weights = self.decoder.weights
         linears = [self.pre_projection, self.post_projection, weights.lm_head]
         linears += [each for layer in weights.layers for each in layer.linears]
@@ -177,10 +181,10 @@ class Assistant:
         hidden: Tensor,
         draws: SamplingPlan | None = None,
     ) -> ForwardOutput:
-        """Compute the tokens of a batch over the target's ``pool``, which is only read.
+        """Compute the tokens of a batch, reading the KV in the target's ``pool``.
 
         ``hidden`` [num_rows, target's hidden]: for each token, the hidden state of the position
-        before it. The output's ``hidden`` are such states for the next tokens.
+        before it. The output's ``hidden`` has the states to pass along with the next tokens.
         """
         ops = self.decoder.ops
         token_ids = batch.token_ids.to(self.decoder.device)

@@ -39,7 +39,7 @@ from ..weights.layer import further_tensors, tensor_shapes
 
 
 def count_mtp_layers(config: DecoderConfig, checkpoint: Checkpoint) -> int:
-    """Count the MTP layers of a checkpoint; 0 if there are none, or only unknown ones.
+    """Return the number of MTP layers of a checkpoint; 0 if it has no MTP layer of a known kind.
 
     Raises `ModelLoadError` if the first of them lacks tensors or has other shapes.
     """
@@ -53,7 +53,7 @@ def count_mtp_layers(config: DecoderConfig, checkpoint: Checkpoint) -> int:
 
 
 def mtp_config(config: DecoderConfig) -> DecoderConfig:
-    """Return the config of the MTP layer alone, shaped like the model's last attention layer."""
+    """Return the config of the MTP layer alone, which is like the model's last attention layer."""
     last = next(layer for layer in reversed(config.layers) if layer.has_attention)
     return replace(config, num_layers=1, layers=(last,), mtp=None)
 
@@ -106,11 +106,11 @@ class MtpLayer:
     hidden_norm: Norm
     projection: PackedLinear
     draft_ids: Tensor | None
-    has_own_output: bool = False  # whether its output is neither the model's nor rows of it
+    has_own_output: bool = False  # whether the output matrix belongs to this layer alone
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the matrices that the model does not share."""
+        """Size in bytes of the matrices that belong to the MTP layer alone."""
         weights = self.decoder.weights
         linears = [self.projection, *(each for layer in weights.layers for each in layer.linears)]
         if self.has_own_output or self.draft_ids is not None:
@@ -129,7 +129,7 @@ class MtpLayer:
         return ops.linear(torch.cat(normed, dim=-1), self.projection)
 
     def write_kv(self, batch: RaggedBatch, pool: KVPool, inputs: Tensor) -> None:
-        """Write the KV of rows without computing the rest of the layer."""
+        """Compute and write the KV of rows, without the rest of the layer."""
         (layer,), (plan,) = self.decoder.weights.layers, self.decoder.plans(batch, pool)
         write_kv(self.decoder.ops, layer, inputs, plan)
 

@@ -1,7 +1,8 @@
-"""A 4-bit copy of a decoder of 8 bits or more, with which the model drafts for itself.
+"""Rough copy: a copy of a decoder with 4-bit matrices, with which the model drafts for itself.
 
-Norms, biases, the embedding and routers are shared with the target. The matrices are copied from
-the packed ones a few panels at a time, so nothing else is held twice.
+The model's own weights must have 8 bits or more. Norms, biases, the embedding and routers are
+shared with the target. The packed matrices are copied a few panels at a time, so no other copy is
+in memory.
 """
 
 from __future__ import annotations
@@ -21,13 +22,16 @@ from ..decoder import Decoder, OwnDecoder
 
 logger = logging.getLogger(__name__)
 _Copy: TypeAlias = Callable[[PackedLinear], PackedLinear]
-_KEPT = ("router", "shared_gate", "gates")  # small matrices that route or decay, so they stay exact
-ROUGH_BYTES = 0.625  # bytes per weight: 4 bits, and a 16-bit scale and minimum for 32 weights
-_PADDED = 1.15  # factor for the padding of panels and groups
+_KEPT = ("router", "shared_gate", "gates")  # small matrices, for routing or decays, stay exact
+ROUGH_BYTES = 0.625  # bytes per weight: 4 bits, and a 16-bit scale and minimum per 32 weights
+_PADDED = 1.15  # factor on the size of a copy, for the padding of panels and groups
 
 
 class NoRoughCopyError(ModelLoadError):
-    """Raised for a model without a rough copy. The message continues the words "draft 'self'"."""
+    """Error for a model of which no rough copy can be made.
+
+    The message completes a sentence that begins with "draft 'self'".
+    """
 
 
 def rough_decoder(
@@ -86,7 +90,7 @@ def rough_decoder(
 
 
 def rounded_matrices(weights: DecoderWeights) -> list[PackedLinear]:
-    """Return every matrix that a rough copy does not share."""
+    """Return every matrix of a decoder that its rough copy rounds to 4 bits."""
     found: list[PackedLinear] = []
 
     def note(matrix: PackedLinear) -> PackedLinear:

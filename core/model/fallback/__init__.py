@@ -1,1 +1,1 @@
-"""Models computed by transformers' own modules on this engine's pages and kernels."""
+"""Models that transformers' own modules compute, on this engine's KV pages and kernels."""

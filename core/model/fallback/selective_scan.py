@@ -24,12 +24,12 @@ _MARK = "_goes_on_from_a_state"
 
 
 class ScannedStates(Protocol):
-    """The states before a pass's rows."""
+    """Protocol of an object that has the recurrent states before the rows of a pass."""
 
     def next_scanned(self) -> Tensor | None:
-        """Return the state ``[1, channels, state_size]`` from which the next scan continues.
+        """Return the state [1, channels, state_size] from which the next scan continues.
 
-        None if it continues from zeros.
+        Returns None if the next scan begins with zeros.
         """
 
 
@@ -85,7 +85,7 @@ def _going_on(scan: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _kept(before: Tensor, dt: Tensor, decay: Tensor, options: dict[str, Any]) -> Tensor:
-    """Return a state after its decay at each row, ``[1, channels, state_size, T]`` float32."""
+    """Return the state ``before``, decayed up to each row, [1, channels, state_size, T] float32."""
     bias = options.get("delta_bias")
     steps = dt.float() if bias is None else dt.float() + bias.float().unsqueeze(-1)
     if options.get("delta_softplus"):

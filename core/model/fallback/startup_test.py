@@ -15,7 +15,8 @@ from ...ops.state_pool import STATE_PAGE_SIZES
 from .transformers_decoder import TransformersDecoder
 from .transformers_probe import HOOKS
 
-_PAGE, _STATE_PAGE = 4, STATE_PAGE_SIZES[0]  # tokens, for models without and with states
+# page sizes in tokens, for models without and with recurrent states
+_PAGE, _STATE_PAGE = 4, STATE_PAGE_SIZES[0]
 _NUM_PAGES = 3
 # Tolerances, in standard deviations of the logits: transformers sums in another order.
 _TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 0.25, torch.float16: 0.1}
@@ -64,7 +65,7 @@ def _check_logits(
 
 
 class _Test:
-    """The pages for the tokens of two sequences, and their recurrent states if there are any."""
+    """The two sequences of the startup test, with their pages, and with recurrent states if any."""
 
     def __init__(self, decoder: TransformersDecoder, page_size: int) -> None:
         self._decoder, self._page_size = decoder, page_size
@@ -120,9 +121,9 @@ class _Test:
 
 
 def _takes_chunks(decoder: TransformersDecoder) -> bool:
-    """Whether the modules continue from a state with several rows at once.
+    """Whether the modules can continue from a state with several rows in one pass.
 
-    Raises `ModelLoadError` if they do not continue with one row either.
+    Raises `ModelLoadError` if they cannot continue with a single row, either.
     """
     if not _reads_states(decoder, 1):
         raise ModelLoadError("it does not read the states that it writes to transformers' cache")
@@ -148,7 +149,7 @@ def _reads_states(decoder: TransformersDecoder, num_rows: int) -> bool:
 
 @torch.inference_mode()
 def _by_transformers(decoder: TransformersDecoder, ids: list[int]) -> Tensor:
-    """Return the logits of transformers' own attention on the packed weights."""
+    """Return the logits that transformers' own attention computes with the packed weights."""
     model = decoder.model
     tokens = torch.tensor([ids], device=decoder.device)
     model.set_attn_implementation("eager")

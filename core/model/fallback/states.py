@@ -27,12 +27,12 @@ _RECURRENT = frozenset(("linear_attention", "conv", "hybrid", "hybrid_sliding"))
 
 
 def has_states(config: PreTrainedConfig) -> bool:
-    """Whether some layers of a model keep a state in transformers' cache."""
+    """Whether some layers of a model keep a recurrent state in transformers' cache."""
     return not _RECURRENT.isdisjoint(getattr(config, "layer_types", None) or ())
 
 
 def pass_arguments(model: nn.Module, cache: PagedCache | None, token_ids: Tensor) -> dict[str, Any]:
-    """Return the arguments for masks and cache of a pass of a model over ``token_ids``."""
+    """Return the arguments of a model's pass over ``token_ids`` that concern mask and cache."""
     if cache is None:
         # A mask of ones means "not packed"; otherwise the row would be split by its positions.
         return {"attention_mask": torch.ones_like(token_ids), "use_cache": False}
@@ -47,7 +47,7 @@ class PagedCache(DynamicCache):
     """
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> Any:  # noqa: ANN401
-        """Return the keys and values unchanged: attention reads earlier ones from pages."""
+        """Return the keys and values unchanged, because attention reads earlier ones from pages."""
         return key_states, value_states
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
@@ -92,9 +92,9 @@ class PagedCache(DynamicCache):
         return sum(tensor is not None for tensors in by_layer for tensor in tensors)
 
     def lend(self, tensors: Sequence[Tensor], *, is_begun: bool) -> None:
-        """Let passes read and write these tensors.
+        """Let passes read and write ``tensors`` as the state.
 
-        ``is_begun``: whether they hold a state already; if not, their values are ignored.
+        ``is_begun``: whether they hold a state already; otherwise their values are ignored.
         """
         for (by_index, index), tensor in zip(self._places(), tensors, strict=True):
             by_index[index] = tensor
@@ -107,9 +107,9 @@ class PagedCache(DynamicCache):
 
 
 class ModuleStates(NamedTuple):
-    """The tensors of one sequence that all modules of a model keep, as one layer of a pool.
+    """Kinds of the state tensors that all modules of a model keep of one sequence.
 
-    The first ``num_conv`` are inputs of convolutions.
+    A pool treats them as one layer. The first ``num_conv`` tensors hold inputs of convolutions.
     """
 
     tensors: tuple[TensorKind, ...]
@@ -122,11 +122,11 @@ class ModuleStates(NamedTuple):
         return cls(tuple(kinds), cache.num_conv_tensors)
 
     def slot_tensors(self, dtype: torch.dtype) -> list[TensorKind]:  # noqa: ARG002
-        """Return the tensors of one state."""
+        """Return the kinds of the tensors in one slot, which holds one state."""
         return list(self.tensors)
 
     def log_tensors(self, dtype: torch.dtype, ring: int) -> list[TensorKind]:  # noqa: ARG002
-        """Return the tensors of two states."""
+        """Return the kinds of the tensors in one log, which holds two states."""
         return [*self.tensors, *self.tensors]
 
 
@@ -137,12 +137,12 @@ class _Log:
     before: list[Tensor]
     after: list[Tensor]
     start: int = -1  # position of the state before the rows
-    stop: int = -1  # position of the state after the rows; -1: void
-    rows: list[int] = field(default_factory=list)  # token ids
+    stop: int = -1  # position of the state after the rows; -1: the log has no valid state
+    rows: list[int] = field(default_factory=list)  # token ids of the rows between the states
 
 
 class ModuleStatePool(StatePool):
-    """A `StatePool` with one shape for all modules. ``tails``: its logs."""
+    """A `StatePool` with one shape for all modules of a model. ``tails``: the requests' logs."""
 
     def __init__(
         self,
@@ -163,8 +163,8 @@ class ModuleStatePool(StatePool):
         self.tails = [_Log(each[:count], each[count:]) for each in views]
 
     @override
-    def stand_in(self, slot: int, log: int, position: int) -> None:
-        super().stand_in(slot, log, position)
+    def set_position(self, slot: int, log: int, position: int) -> None:
+        super().set_position(slot, log, position)
         tail = self.tails[log]
         tail.start, tail.stop, tail.rows = position, position, []
 
@@ -178,17 +178,17 @@ class Piece(NamedTuple):
 
     @property
     def stop(self) -> int:
-        """First position after its rows."""
+        """First position after the rows of the piece."""
         return self.start + len(self.token_ids)
 
 
 class SequenceRun:
-    """The passes of one segment: the cuts of its rows, and the slots of intermediate states."""
+    """The passes that compute one segment, and the slots that get states between the passes."""
 
     def __init__(self, pool: ModuleStatePool, batch: RaggedBatch, index: int) -> None:
         """Prepare the passes of segment ``index`` of a batch with states.
 
-        Raises ValueError if no state before its rows exists.
+        Raises ValueError if the segment has no state from which its rows can continue.
         """
         states = batch.states
         assert states is not None
@@ -206,9 +206,9 @@ class SequenceRun:
         self._rows = self._log.rows + batch.token_ids[row : row + count].tolist()
 
     def pieces(self, *, row_by_row: bool) -> Iterator[Piece]:
-        """Yield the passes; compute each before taking the next.
+        """Yield the passes; the caller computes each before it takes the next.
 
-        ``row_by_row``: the modules take one row at a time after a state.
+        ``row_by_row``: the modules can compute only one row at a time after a state.
         """
         log, first = self._log, self._log.start
         log.stop = -1
@@ -227,10 +227,10 @@ class SequenceRun:
         log.stop, log.rows = self.stop, self._rows[log.start - first :]
 
     def _find_saved(self, keeps: IntArray) -> dict[int, list[int]]:
-        """Return the slots to which the state at each position is saved.
+        """Return the slots to save states to, by position.
 
-        They are the slots of kept states, and the request's own slot for the last page end before
-        the last row that is no draft.
+        They are the slots of kept states, and the request's own slot, which gets the state at the
+        last page end before the last row that is not a draft.
         """
         page_size = self._pool.page_size
         end = (self._final_stop - 1) // page_size * page_size
@@ -245,7 +245,7 @@ class SequenceRun:
         return int(self._pool.at[self._slot, 0])
 
     def _begin(self) -> None:
-        """Choose the state from which the passes begin: the log's ``before``."""
+        """Set the log's ``before`` to the state from which the passes begin."""
         log = self._log
         if self._at == self.start:  # The request has no rows before these.
             _copy(self._pool.slot_views(self._slot, 0), log.before)
@@ -264,8 +264,8 @@ class SequenceRun:
     def _stops(self) -> list[int]:
         """Return the positions at which passes end.
 
-        These are the positions of saved states, the end of the rows, and, if drafts follow, the end
-        of the rows that are computed again.
+        Passes end at each saved state, at the end of the rows and, if drafts follow, at the end of
+        the rows that are computed again.
         """
         stops = {*self._saved, self.stop}
         if self._log.start < self.start and self._final_stop < self.stop:

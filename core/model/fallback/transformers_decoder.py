@@ -69,17 +69,17 @@ class Packed(nn.Module):
         self.ops, self.packed = ops, ops.pack_linear(weight, bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return ``[.., in_features] -> [.., out_features]`` from the backend's kernels."""
-        if x.numel() == 0:  # An expert that no row chose has no rows.
+        """Return the linear's output [.., out_features] for ``x`` [.., in_features]."""
+        if x.numel() == 0:  # An expert may have no rows to compute.
             return x.new_zeros((*x.shape[:-1], self.out_features))
         return linear_of_few(self.ops, x, self.packed)
 
 
 def pack(model: nn.Module, ops: Ops, plain: Ops, kept: frozenset[str]) -> None:
-    """Replace every linear of a model by a packed one, one after another.
+    """Replace every linear of a model by a `Packed` one, one after another.
 
-    ``plain`` packs linears that are never quantised. ``kept``: names that stay as they are. Linears
-    that share a weight are packed once.
+    ``plain`` packs linears that are never quantised. ``kept``: names of linears that are not
+    replaced. Linears that share a weight are packed once.
     """
     found: dict[tuple[int, ...], Packed] = {}
     for name, module in list(model.named_modules()):
@@ -100,8 +100,8 @@ def pack(model: nn.Module, ops: Ops, plain: Ops, kept: frozenset[str]) -> None:
             setattr(model.get_submodule(parent), own, _EXACT_ACTIVATIONS[type(module)]())
 
 
-# torch's silu, sigmoid and gelu round the tail of a tensor differently from its body, so a value
-# depends on its position; exp, tanh, add and divide do not.
+# torch's silu, sigmoid and gelu round the last items of a tensor differently from the others, so
+# a result depends on its position. exp, tanh, add and divide give the same bits at any position.
 
 
 def _sigmoid(x: Tensor) -> Tensor:
@@ -143,7 +143,10 @@ _EXACT_ACTIVATIONS: dict[type, type[nn.Module]] = {
 
 
 class _ExactRows(TorchFunctionMode):
-    """Computes linears on plain parameters, such as routers, with row-exact packed kernels."""
+    """Mode that computes linears on plain parameters, such as routers, with packed kernels.
+
+    So the bits of a row do not depend on the other rows.
+    """
 
     def __init__(self, ops: Ops) -> None:
         super().__init__()
@@ -191,7 +194,7 @@ def _has_plain_linears(model: nn.Module) -> bool:
 
 
 class _PackedExperts(NamedTuple):
-    """The two linears of each expert of a layer: gate and up in one, then down."""
+    """The two packed linears of each expert of a layer: gate and up together, then down."""
 
     first: list[PackedLinear]
     second: list[PackedLinear]
@@ -226,17 +229,17 @@ class _PagedAttention(NamedTuple):
     site: AttentionSite
     part: int  # part of the pool
     layer: int  # layer within the part
-    ops: Ops  # the backend's operations, or torch's for options that some backends lack
+    ops: Ops  # operations for this module: the backend's, or torch's if the backend's cannot
 
 
 class _Experts:
-    """Hooks that compute only experts."""
+    """Hooks that replace only the experts; transformers computes the attention."""
 
     def __init__(self, decoder: TransformersDecoder) -> None:
         self._decoder = decoder
 
     def rule(self, mask_function: Callable[..., Any], window: int | None) -> int:  # noqa: ARG002
-        return 0  # The probe has recorded every module's rule.
+        return 0  # Nothing reads it: transformers computes the attention here.
 
     def attention(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall
@@ -260,7 +263,7 @@ class _Experts:
 
 
 class _Pass(_Experts):
-    """Hooks of one forward pass."""
+    """Hooks that replace attention and experts in one forward pass."""
 
     def __init__(
         self, decoder: TransformersDecoder, batch: RaggedBatch, parts: Sequence[KVPool]
@@ -354,7 +357,7 @@ class TransformersDecoder(PagedDecoder):
 
     @property
     def has_experts(self) -> bool:
-        """Whether a router chooses the weights that a row is multiplied by."""
+        """Whether the model has experts."""
         return bool(self._packed_experts)
 
     def pack_experts(self, ops: Ops) -> None:
@@ -391,7 +394,7 @@ class TransformersDecoder(PagedDecoder):
         check_taps(wanted.taps, self.config.num_layers)
         if wanted.inputs is not None:
             raise ValueError("transformers' modules accept token ids only, not input vectors")
-        wanted.tell_started()
+        wanted.notify_started()
         if self._cache is None:
             return self._compute(batch, pool.parts, wanted.taps)
         return self._by_sequence(self._cache, batch, pool, wanted.taps)
@@ -415,7 +418,7 @@ class TransformersDecoder(PagedDecoder):
                 )
                 own = build_batch([rows], page_size=batch.page_size, device=self.device, min_rows=1)
                 output = self._compute(own, parts, taps, cache)
-                found.append(_behind(output, run.start - piece.start))
+                found.append(_without_first(output, run.start - piece.start))
         return _joined(found)
 
     def _compute(
@@ -492,8 +495,8 @@ class _PassOutputs:
         return keep
 
 
-def _behind(output: ForwardOutput, count: int) -> ForwardOutput:
-    """Return the output without its first ``count`` rows, which were recomputed without logits."""
+def _without_first(output: ForwardOutput, count: int) -> ForwardOutput:
+    """Return ``output`` without its first ``count`` rows, which were only computed again."""
     if count <= 0:
         return output
     taps = None if output.taps is None else output.taps[count:]
@@ -511,7 +514,7 @@ def _joined(outputs: Sequence[ForwardOutput]) -> ForwardOutput:
 
 
 def _without_states(part: KVPool) -> KVPool:
-    """Return a part without states: backends would look for states of their own."""
+    """Return a pool part without states, because backends expect states of their own kind."""
     found = copy(part)
     found.states = None
     return found

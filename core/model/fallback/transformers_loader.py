@@ -64,7 +64,7 @@ REFUSED: dict[str, str] = {
     "ctrl": "its output differed from that of transformers",
     **dict.fromkeys(("diffllama", "hrm_text"), "a layer computes attention twice in a pass"),
 }
-_LONGEST_WITHOUT_ATTENTION = 32_768  # tokens, for models whose config names no length
+_LONGEST_WITHOUT_ATTENTION = 32_768  # context length if the config names none, in tokens
 
 # These fields count MTP layers, which follow the last layer.
 _FURTHER = ("num_nextn_predict_layers", "num_mtp_modules", "mtp_num_hidden_layers")
@@ -74,8 +74,8 @@ _FURTHER = ("num_nextn_predict_layers", "num_mtp_modules", "mtp_num_hidden_layer
 class TextModel:
     """A checkpoint's text model, as its config describes it, before any weight is read.
 
-    ``probed`` is None if the attention can only be inspected on the loaded model; ``checkpoint`` is
-    None if no weights are wanted.
+    ``probed`` is None if the attention can only be inspected on the loaded model. ``checkpoint`` is
+    None for random weights.
     """
 
     folder: Path
@@ -90,8 +90,8 @@ class TextModel:
 def read_text_model(folder: Path, *, has_weights: bool = True) -> TextModel:
     """Return the text model of a folder in Hugging Face layout or a GGUF file, without weights.
 
-    ``has_weights``: compare the headers of its files with the model. Raises `ModelLoadError` with a
-    reason for a model that cannot be served.
+    ``has_weights``: whether to compare the headers of the weight files with the model. Raises
+    `ModelLoadError` with a reason for a model that cannot be served.
     """
     file = gguf_file(folder)
     gguf = None if file is None else _read_gguf(file)
@@ -169,7 +169,10 @@ def load_text_model(
 
 
 def _read_gguf(path: Path) -> GgufFile:
-    """Return a GGUF file. Raises `ModelLoadError` if transformers' modules lack a tensor of it."""
+    """Return a GGUF file.
+
+    Raises `ModelLoadError` if the file has a tensor that transformers' modules lack.
+    """
     file = GgufFile(path)
     unknown = sorted(name for name in file.shapes if not name.startswith(("model.", "lm_head.")))
     if unknown:
@@ -295,7 +298,7 @@ def _eos(folder: Path, *configs: PreTrainedConfig) -> tuple[int, ...]:
 
 
 def _meta_twin(folder: Path, model_class: type[Any], text: PreTrainedConfig) -> Any:  # noqa: ANN401
-    """Return the model without memory for its weights."""
+    """Return the model on the meta device, without memory for its weights."""
     try:
         with torch.device("meta"):
             twin = model_class(text).eval()
@@ -374,7 +377,7 @@ def _plain_value(checkpoint: Checkpoint, name: str) -> Tensor:
 
 
 def _open(folder: Path, config: PreTrainedConfig, text: PreTrainedConfig) -> Checkpoint:
-    """Return the tensors of a folder; only the text model's in a multimodal one."""
+    """Return the tensors of a folder; a multimodal model's other tensors are left out."""
     if config.model_type == text.model_type:
         return SafetensorsCheckpoint(folder, lambda names: {name: name for name in names})
     return SafetensorsCheckpoint(folder, text_names)
@@ -420,7 +423,7 @@ def _refuse_odd_experts(checkpoint: Checkpoint) -> None:
 
 
 def _is_passed_over(name: str, text: PreTrainedConfig) -> bool:
-    """Whether a tensor need not be read: the config determines it, or it is an MTP layer's."""
+    """Whether a stored tensor may stay unread: the config implies it, or an MTP layer has it."""
     layer = re.search(r"(?:^|\.)layers\.(\d+)\.", name)
     is_further = layer is not None and int(layer[1]) >= int(text.num_hidden_layers)
     return is_derived(name) or (is_further and any(getattr(text, each, 0) for each in _FURTHER))

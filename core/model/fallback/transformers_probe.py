@@ -21,7 +21,7 @@ from ...errors import ModelLoadError
 from ...ops.weights import HeadLayout
 from .states import PagedCache, has_states, pass_arguments
 
-HOOKS = "foretoken"  # the name of the three functions in transformers
+HOOKS = "foretoken"  # name under which the hooks are registered in transformers
 _PROBE_TOKENS = 4
 
 
@@ -37,7 +37,10 @@ class Hooks(Protocol):
     def attention(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall
     ) -> Tensor:
-        """Return attention ``[1, T, heads, value_dim]`` of three tensors ``[1, heads, T, dim]``."""
+        """Return the attention output [1, T, heads, value_dim].
+
+        Queries, keys and values are [1, heads, T, dim].
+        """
 
     def experts(self, module: nn.Module, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """Return the experts' output ``[T, hidden]`` for rows ``x`` [T, hidden].
@@ -76,9 +79,9 @@ def _attend(
 def _keep_rule(
     *, mask_function: Callable[..., Any], local_size: int | None = None, **_ignored: object
 ) -> Tensor:
-    """Return a stand-in for a mask: the number of its rule.
+    """Return a tensor with the number of a mask's rule, in place of the mask.
 
-    It has four dimensions, so that no model expands it.
+    The tensor has four dimensions, so that no model expands it.
     """
     return torch.full((1, 1, 1, 1), _CURRENT.get().rule(mask_function, local_size))
 
@@ -119,7 +122,7 @@ class AttentionSite:
     value_dim: int
     scale: float
     window: int | None
-    max_len: int | None  # positions up to which the mask is only causal; None: all
+    max_len: int | None  # length in tokens up to which the mask is only causal; None: no limit
     cap: float | None
     has_sinks: bool
 
@@ -136,7 +139,7 @@ class AttentionSite:
 
     @property
     def is_plain(self) -> bool:
-        """Whether every backend's attention supports it."""
+        """Whether every backend supports this attention."""
         return self.cap is None and not self.has_sinks
 
     def pad(self, x: Tensor) -> Tensor:
@@ -183,9 +186,10 @@ class _Probe:
         return torch.zeros_like(x)
 
     def _reach(self, name: str, mask: Tensor | None) -> tuple[int | None, int | None]:
-        """Return the window of a mask rule, and the number of positions where it is only causal.
+        """Return the window of a mask rule, and the length up to which the rule is only causal.
 
-        Each is None if there is no such limit. Raises `ModelLoadError` for any other rule.
+        Each is in tokens, and None means no such limit. Raises `ModelLoadError` for a rule that is
+        neither causal nor a sliding window.
         """
         if mask is None or mask.shape != (1, 1, 1, 1) or mask.is_floating_point():
             raise ModelLoadError(f"{name} has no mask, or an unknown kind of mask, such as ALiBi")
@@ -200,10 +204,10 @@ class _Probe:
 
 
 def _is_causal(function: Callable[..., Any], window: int | None, size: int | None) -> bool:
-    """Whether a mask rule hides exactly the future, and the positions before the window.
+    """Whether a mask rule hides exactly the later positions, and the positions before the window.
 
-    The rules are compared at positions around 0, ``size`` and ``2 * size``, or around a few fixed
-    ones without a ``size``.
+    The rules are compared at positions around 0, ``size`` and ``2 * size``. Without a ``size``,
+    they are compared around a few fixed positions.
     """
     edges = [0, 16, 40] if size is None else [0, size, 2 * size]
     near = sorted({p for edge in edges for p in range(edge - 3, edge + 4) if p >= 0})
@@ -260,12 +264,12 @@ def probe(model: nn.Module, device: torch.device | str) -> ProbeResult:
 class _WatchedLinear(nn.Linear):
     """A linear that notices when other modules read its weight."""
 
-    was_read = False
+    weight_was_read = False
     is_computing = False
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - as of nn.Module
         if name == "weight" and not self.is_computing:
-            self.was_read = True
+            self.weight_was_read = True
         return super().__getattr__(name)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -278,9 +282,9 @@ class _WatchedLinear(nn.Linear):
 
 @contextmanager
 def _watched_linears(model: nn.Module) -> Iterator[set[str]]:
-    """Yield a set that gets the names of linears whose weights other modules read in the block.
+    """Yield a set for the names of linears whose weights other modules read inside the block.
 
-    It is filled at the end of the block.
+    The set is filled at the end of the block.
     """
     linears = {name: each for name, each in model.named_modules() if type(each) is nn.Linear}
     read: set[str] = set()
@@ -290,7 +294,7 @@ def _watched_linears(model: nn.Module) -> Iterator[set[str]]:
         yield read
     finally:
         for name, module in linears.items():
-            if module.__dict__.pop("was_read", False):
+            if module.__dict__.pop("weight_was_read", False):
                 read.add(name)
             module.__dict__.pop("is_computing", None)
             module.__class__ = nn.Linear

@@ -1,4 +1,4 @@
-"""Families of decoders: functions that make a `DecoderConfig` from a config.json.
+"""Families of models: functions that make a `DecoderConfig` from a config.json.
 
-Families are not copies of the decoder: one decoder computes all of them.
+One decoder computes the models of all families.
 """

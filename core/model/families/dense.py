@@ -14,8 +14,8 @@ from .shared import (
     cap_of,
     kinds_of,
     qwen_layers,
+    rope_flags,
     sliding,
-    turns_of,
     window_of,
     windowed,
     with_alpha,
@@ -32,20 +32,20 @@ _AFTER = NormNames(None, "post_attention_layernorm", None, "post_feedforward_lay
 
 
 def llama(fields: Fields) -> DecoderConfig:
-    """Llama and compatible models: RMS norms, RoPE, SwiGLU (arXiv 2302.13971)."""
+    """Describe Llama and compatible models: RMS norms, RoPE, SwiGLU (arXiv 2302.13971)."""
     mlp_bias = fields.flag("mlp_bias", False)
     return base_config(fields, attention_bias=False, mlp_bias=mlp_bias)
 
 
 def mistral(fields: Fields) -> DecoderConfig:
-    """Mistral: Llama with a window in every layer (arXiv 2310.06825)."""
+    """Describe Mistral: Llama with a window in every layer (arXiv 2310.06825)."""
     # The class default applies where the key is absent; null means full attention.
     absent = "sliding_window" not in fields.values
     return base_config(fields, layers=windowed(fields, 4096 if absent else window_of(fields)))
 
 
 def ministral3(fields: Fields) -> DecoderConfig:
-    """Ministral 3: Mistral with YaRN, and queries scaled by their position."""
+    """Describe Ministral 3: Mistral with YaRN, and queries scaled by their position."""
     if not fields.has("rope_parameters"):
         raise fields.unsupported("rope_parameters", "is missing")
     rope = parse_rope(fields, max_len=fields.positive("max_position_embeddings", 262144))
@@ -62,12 +62,12 @@ def ministral3(fields: Fields) -> DecoderConfig:
 
 
 def qwen2(fields: Fields) -> DecoderConfig:
-    """Qwen 2 and 2.5: biases on queries, keys and values (arXiv 2407.10671)."""
+    """Describe Qwen 2 and 2.5: biases on queries, keys and values (arXiv 2407.10671)."""
     return base_config(fields, qkv_bias=True, layers=qwen_layers(fields))
 
 
 def qwen3(fields: Fields) -> DecoderConfig:
-    """Qwen 3: norms on each head's queries and keys (arXiv 2505.09388)."""
+    """Describe Qwen 3: norms on each head's queries and keys (arXiv 2505.09388)."""
     head_dim = fields.positive("head_dim", 128)
     return base_config(
         fields,
@@ -79,14 +79,14 @@ def qwen3(fields: Fields) -> DecoderConfig:
 
 
 def phi3(fields: Fields) -> DecoderConfig:
-    """Phi-3 and Phi-4: fused matrices (arXiv 2404.14219)."""
+    """Describe Phi-3 and Phi-4: fused matrices (arXiv 2404.14219)."""
     fold = Fold(fused_qkv=True, fused_gate_up=True)
     layers = windowed(fields, window_of(fields))
     return base_config(fields, eps=1e-5, partial=1.0, layers=layers, fold=fold)
 
 
 def granite(fields: Fields) -> DecoderConfig:
-    """Granite 3: factors on the embedding, the residual stream, scores and logits."""
+    """Describe Granite 3: factors on the embedding, the residual stream, scores and logits."""
     fold = Fold(
         embed_scale=fields.number("embedding_multiplier", 1.0),
         residual_scale=fields.number("residual_multiplier", 1.0),
@@ -102,7 +102,7 @@ def granite(fields: Fields) -> DecoderConfig:
 
 
 def glm(fields: Fields, **differences: Any) -> DecoderConfig:  # noqa: ANN401 - declared fields
-    """GLM-4: RoPE rotates half of each head, in neighbouring pairs (arXiv 2406.12793)."""
+    """Describe GLM-4: RoPE rotates half of each head, in neighbouring pairs (arXiv 2406.12793)."""
     return base_config(
         fields,
         partial=0.5,
@@ -115,7 +115,7 @@ def glm(fields: Fields, **differences: Any) -> DecoderConfig:  # noqa: ANN401 - 
 
 
 def glm4(fields: Fields) -> DecoderConfig:
-    """GLM-4 of 2025: `glm` with norms before and after attention and MLP."""
+    """Describe GLM-4 of 2025: `glm` with norms before and after attention and MLP."""
     norms = NormNames(
         "input_layernorm",
         "post_self_attn_layernorm",
@@ -126,7 +126,7 @@ def glm4(fields: Fields) -> DecoderConfig:
 
 
 def helium(fields: Fields) -> DecoderConfig:
-    """Helium 1: RoPE rotates neighbouring pairs."""
+    """Describe Helium 1: RoPE rotates neighbouring pairs."""
     return base_config(
         fields,
         theta=1e5,
@@ -139,7 +139,7 @@ def helium(fields: Fields) -> DecoderConfig:
 
 
 def ernie(fields: Fields) -> DecoderConfig:
-    """ERNIE 4.5 without experts: RoPE rotates neighbouring pairs."""
+    """Describe ERNIE 4.5 without experts: RoPE rotates neighbouring pairs."""
     bias = fields.flag("use_bias", False)
     return base_config(
         fields,
@@ -155,7 +155,7 @@ def ernie(fields: Fields) -> DecoderConfig:
 
 
 def gemma(fields: Fields, **differences: Any) -> DecoderConfig:  # noqa: ANN401 - declared fields
-    """Gemma: norms of 1 + weight, a scaled embedding (arXiv 2403.08295)."""
+    """Describe Gemma: norms of 1 + weight, a scaled embedding (arXiv 2403.08295)."""
     # The first release says "gelu" and means its tanh approximation.
     if fields.values.get("hidden_act") == "gelu":
         fields = Fields({**fields.values, "hidden_act": "gelu_pytorch_tanh"}, fields.where)
@@ -174,7 +174,7 @@ def gemma(fields: Fields, **differences: Any) -> DecoderConfig:  # noqa: ANN401 
 
 
 def gemma2(fields: Fields, **differences: Any) -> DecoderConfig:  # noqa: ANN401 - declared fields
-    """Gemma 2: norms before and after, windows, capped scores (arXiv 2408.00118)."""
+    """Describe Gemma 2: norms around each part, windows, soft caps (arXiv 2408.00118)."""
     if fields.flag("use_bidirectional_attention", False):
         raise fields.unsupported("use_bidirectional_attention", "is not supported")
     shape: dict[str, Any] = {
@@ -189,7 +189,7 @@ def gemma2(fields: Fields, **differences: Any) -> DecoderConfig:  # noqa: ANN401
 
 
 def gemma3(fields: Fields) -> DecoderConfig:
-    """Gemma 3: head norms; layers with a window have their own RoPE (arXiv 2503.19786)."""
+    """Describe Gemma 3: head norms; layers with a window have their own RoPE (arXiv 2503.19786)."""
     max_len = fields.positive("max_position_embeddings", 131072)
     full, local = parse_ropes(fields, max_len=max_len, theta=1e6, local_theta=1e4)
     pattern = fields.positive("sliding_window_pattern", 6)
@@ -206,7 +206,7 @@ def gemma3(fields: Fields) -> DecoderConfig:
 
 
 def olmo2(fields: Fields, **differences: Any) -> DecoderConfig:  # noqa: ANN401 - declared fields
-    """OLMo 2: norms after attention and MLP, and over all heads (arXiv 2501.00656)."""
+    """Describe OLMo 2: norms after each part, head norms over all heads (arXiv 2501.00656)."""
     return base_config(
         fields,
         eps=1e-5,
@@ -218,14 +218,14 @@ def olmo2(fields: Fields, **differences: Any) -> DecoderConfig:  # noqa: ANN401 
 
 
 def olmo3(fields: Fields) -> DecoderConfig:
-    """OLMo 3: `olmo2` with windows in three of four layers."""
+    """Describe OLMo 3: `olmo2` with windows in three of four layers."""
     max_len = fields.positive("max_position_embeddings", 2048)
     full, local = parse_ropes(fields, max_len=max_len, theta=5e5)
     return olmo2(fields, rope=full, layers=sliding(fields, 4, window=4096, local=local))
 
 
 def hunyuan(fields: Fields, **differences: Any) -> DecoderConfig:  # noqa: ANN401 - declared fields
-    """Hunyuan: head norms after RoPE, whose base grows by alpha."""
+    """Describe Hunyuan: head norms after RoPE, and a RoPE base that ``alpha`` increases."""
     head_dim = fields.positive("head_dim")
     return base_config(
         with_alpha(fields, head_dim),
@@ -240,8 +240,8 @@ def hunyuan(fields: Fields, **differences: Any) -> DecoderConfig:  # noqa: ANN40
 
 
 def smollm3(fields: Fields) -> DecoderConfig:
-    """SmolLM3: by default every fourth layer has no RoPE."""
-    turns = turns_of(fields)
+    """Describe SmolLM3: by default every fourth layer has no RoPE."""
+    turns = rope_flags(fields)
     window = window_of(fields) if fields.flag("use_sliding_window", False) else None
     kinds = kinds_of(fields, (window is not None and not turn for turn in turns))
     layers = tuple(
@@ -259,7 +259,7 @@ def smollm3(fields: Fields) -> DecoderConfig:
 
 
 def cohere(fields: Fields, **differences: Any) -> DecoderConfig:  # noqa: ANN401 - declared fields
-    """Command R: attention and MLP in parallel after one layer norm."""
+    """Describe Command R: attention and MLP in parallel after one layer norm."""
     if fields.flag("use_qk_norm", False):
         raise fields.unsupported("use_qk_norm", "is not supported")
     hidden_size, num_heads = fields.positive("hidden_size"), fields.positive("num_attention_heads")
@@ -279,14 +279,14 @@ def cohere(fields: Fields, **differences: Any) -> DecoderConfig:  # noqa: ANN401
 
 
 def cohere2(fields: Fields) -> DecoderConfig:
-    """Command R7B and A: `cohere` with windows; layers without one have no RoPE."""
+    """Describe Command R7B and A: `cohere` with windows; layers without one have no RoPE."""
     pattern = fields.positive("sliding_window_pattern", 4)
     layers = sliding(fields, pattern, window=4096)
     return cohere(fields, theta=1e4, layers=without_rope_unless_windowed(layers))
 
 
 def exaone4(fields: Fields) -> DecoderConfig:
-    """EXAONE 4: norms after attention and MLP, head norms (arXiv 2507.11407)."""
+    """Describe EXAONE 4: norms after attention and MLP, head norms (arXiv 2507.11407)."""
     absent = "sliding_window" not in fields.values
     window = 4096 if absent else window_of(fields)
     layers = (LayerSpec(),) * fields.positive("num_hidden_layers")
@@ -297,7 +297,7 @@ def exaone4(fields: Fields) -> DecoderConfig:
 
 
 def starcoder2(fields: Fields) -> DecoderConfig:
-    """StarCoder 2: layer norms and an MLP without a gate (arXiv 2402.19173)."""
+    """Describe StarCoder 2: layer norms and an MLP without a gate (arXiv 2402.19173)."""
     bias = fields.flag("use_bias", True)
     return base_config(
         fields,
@@ -315,7 +315,7 @@ def starcoder2(fields: Fields) -> DecoderConfig:
 
 
 def arcee(fields: Fields, **differences: Any) -> DecoderConfig:  # noqa: ANN401 - declared fields
-    """AFM of Arcee: an MLP without a gate, with squared ReLU."""
+    """Describe AFM of Arcee: an MLP without a gate, with squared ReLU."""
     shape: dict[str, Any] = {"eps": 1e-5} | differences
     return base_config(
         fields,
@@ -329,7 +329,7 @@ def arcee(fields: Fields, **differences: Any) -> DecoderConfig:  # noqa: ANN401 
 
 
 def nemotron(fields: Fields) -> DecoderConfig:
-    """Nemotron and Minitron: `arcee` with layer norms of 1 + weight (arXiv 2402.16819)."""
+    """Describe Nemotron and Minitron: `arcee` with layer norms of 1 + weight (arXiv 2402.16819)."""
     return arcee(
         fields,
         partial=0.5,

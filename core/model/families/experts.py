@@ -7,7 +7,7 @@ from typing import Any
 
 from ...ops.weights import Activation, Routing
 from ..description.config import (
-    BEHIND_THE_LAST,
+    MTP_AFTER_LAST,
     DecoderConfig,
     ExpertNames,
     ExpertsSpec,
@@ -33,7 +33,7 @@ MIXTRAL_NAMES = ExpertNames(
 
 
 def mixtral(fields: Fields, **differences: Any) -> DecoderConfig:  # noqa: ANN401 - declared fields
-    """Mixtral: experts in every layer, with renormalised weights (arXiv 2401.04088)."""
+    """Describe Mixtral: experts in every layer, with renormalised weights (arXiv 2401.04088)."""
     layers = windowed(fields, window_of(fields))
     routing = Routing(top_k_of(fields), renorm=0.0)
     shape: dict[str, Any] = {
@@ -47,7 +47,7 @@ def mixtral(fields: Fields, **differences: Any) -> DecoderConfig:  # noqa: ANN40
 
 
 def minimax_m2(fields: Fields) -> DecoderConfig:
-    """MiniMax M2: sigmoid scores, a bias for the choice only, norms over all heads."""
+    """Describe MiniMax M2: sigmoid router with a bias for the choice only, norms over all heads."""
     names = MIXTRAL_NAMES._replace(choice_bias="block_sparse_moe.e_score_correction_bias")
     head_dim = fields.positive("head_dim", 128)
     layers = windowed(fields, None)
@@ -58,13 +58,13 @@ def minimax_m2(fields: Fields) -> DecoderConfig:
         partial=fields.positive("rotary_dim", head_dim) / head_dim,
         head_dim=head_dim,
         head_norm="whole",
-        mtp=BEHIND_THE_LAST,
+        mtp=MTP_AFTER_LAST,
         layers=with_experts(fields, layers, routing, names=names, width="intermediate_size"),
     )
 
 
 def qwen2_moe(fields: Fields) -> DecoderConfig:
-    """Qwen 1.5 and 2 with experts: a shared expert behind a gate (arXiv 2407.10671)."""
+    """Describe Qwen 1.5 and 2 with experts: a shared expert behind a gate (arXiv 2407.10671)."""
     if fields.flag("use_sliding_window", False) and not fields.has("layer_types"):
         raise fields.unsupported("use_sliding_window", "is not supported without layer_types")
     names = ExpertNames(shared="mlp.shared_expert.", shared_gate="mlp.shared_expert_gate")
@@ -80,7 +80,7 @@ def qwen2_moe(fields: Fields) -> DecoderConfig:
 
 
 def qwen3_moe(fields: Fields, names: ExpertNames = ExpertNames()) -> DecoderConfig:  # noqa: B008 - immutable
-    """Qwen 3 with experts (arXiv 2505.09388)."""
+    """Describe Qwen 3 with experts (arXiv 2505.09388)."""
     window = window_of(fields) if fields.flag("use_sliding_window", False) else None
     routing = Routing(top_k_of(fields), renorm=renorm_of(fields, False))
     return base_config(
@@ -92,13 +92,13 @@ def qwen3_moe(fields: Fields, names: ExpertNames = ExpertNames()) -> DecoderConf
 
 
 def qwen3_vl_moe(fields: Fields) -> DecoderConfig:
-    """Qwen3-VL's text model with experts: `qwen3_moe`, stacked, with normalised weights."""
+    """Describe Qwen3-VL's text model with experts: `qwen3_moe`, with experts in stacked tensors."""
     fields = Fields({**fields.values, "norm_topk_prob": True}, fields.where)
     return qwen3_moe(fields, ExpertNames(expert="mlp.experts.", stacked="rows"))
 
 
 def olmoe(fields: Fields) -> DecoderConfig:
-    """OLMoE: norms over all heads (arXiv 2409.02060)."""
+    """Describe OLMoE: norms of queries and keys over all heads (arXiv 2409.02060)."""
     if fields.has("clip_qkv"):
         raise fields.unsupported("clip_qkv", "is not supported")
     routing = Routing(top_k_of(fields), renorm=renorm_of(fields, False))
@@ -113,20 +113,20 @@ def olmoe(fields: Fields) -> DecoderConfig:
 
 
 def glm4_moe(fields: Fields) -> DecoderConfig:
-    """GLM-4.5: DeepSeek V3's router; RoPE rotates half of each head (arXiv 2508.06471)."""
+    """Describe GLM-4.5: DeepSeek V3's router; RoPE rotates half of each head (arXiv 2508.06471)."""
     return base_config(
         fields,
         eps=1e-5,
         partial=0.5,
         head_norm="each" if fields.flag("use_qk_norm", False) else "none",
         qkv_bias=fields.flag("attention_bias", False),
-        mtp=BEHIND_THE_LAST,
+        mtp=MTP_AFTER_LAST,
         layers=like_deepseek(fields, windowed(fields, None), renorms=True, num_default=1),
     )
 
 
 def hunyuan_moe(fields: Fields) -> DecoderConfig:
-    """Hunyuan with experts (arXiv 2411.02265): one shared expert beside the routed ones."""
+    """Describe Hunyuan with experts, one of which is shared (arXiv 2411.02265)."""
     chosen = set(fields.integers("moe_topk"))  # one number for all layers, or one per layer
     if len(chosen) != 1:
         raise fields.unsupported("moe_topk", "must be the same for all layers")
@@ -142,7 +142,7 @@ def hunyuan_moe(fields: Fields) -> DecoderConfig:
 
 
 def dots1(fields: Fields) -> DecoderConfig:
-    """dots.llm1: DeepSeek V3's router, head norms, windows in later layers (arXiv 2506.05767)."""
+    """Describe dots.llm1: DeepSeek V3's router, head norms, late windows (arXiv 2506.05767)."""
     window = window_of(fields)
     first = fields.integer("max_window_layers", 62)
     num_layers = fields.positive("num_hidden_layers")
@@ -157,7 +157,7 @@ def dots1(fields: Fields) -> DecoderConfig:
 
 
 def gpt_oss(fields: Fields) -> DecoderConfig:
-    """gpt-oss: sinks, a clamped SwiGLU, windows in every other layer (arXiv 2508.10925)."""
+    """Describe gpt-oss: sinks, a clamped SwiGLU, windows in every 2nd layer (arXiv 2508.10925)."""
     if fields.number("swiglu_alpha", 1.702) != 1.702:
         raise fields.unsupported("swiglu_alpha", "other than 1.702 is not supported")
     limit = fields.above_zero("swiglu_limit", 7.0)

@@ -28,7 +28,7 @@ _NAMES = ExpertNames("router.proj", "experts.", stacked="rows", factors="router.
 
 
 def gemma4(fields: Fields) -> DecoderConfig:
-    """Gemma 4: `gemma` with heads, keys and inputs of each layer. Raises `UnsupportedConfig`."""
+    """Describe Gemma 4: `gemma` with heads and inputs by layer. Raises `UnsupportedConfig`."""
     if fields.values.get("use_bidirectional_attention") == "all":
         raise fields.unsupported("use_bidirectional_attention", "'all' is not supported")
     vocab_size = fields.positive("vocab_size")
@@ -60,12 +60,12 @@ def gemma4(fields: Fields) -> DecoderConfig:
 
 
 def gemma4_unified(fields: Fields) -> DecoderConfig:
-    """Gemma 4 without an image tower: the text model is `gemma4` without per-layer inputs."""
+    """Describe Gemma 4 without an image tower: `gemma4` without per-layer inputs."""
     return gemma4(Fields({**fields.values, "hidden_size_per_layer_input": 0}, fields.where))
 
 
 def _with_heads(fields: Fields, layers: tuple[LayerSpec, ...]) -> tuple[LayerSpec, ...]:
-    """Return the layers with the heads of each.
+    """Return ``layers`` with the heads of each layer set.
 
     Full-attention layers have heads of their own; with ``per_layer_config``, the layers that it
     lists.

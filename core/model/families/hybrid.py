@@ -10,8 +10,8 @@ from typing import Any
 from ...ops.mixers.recurrent import RecurrentShape
 from ...ops.weights import Routing
 from ..description.config import (
-    BESIDE_THE_MODEL,
     LLAMA_NORMS,
+    MTP_BESIDE_MODEL,
     DecoderConfig,
     DeltaSpec,
     ExpertNames,
@@ -41,26 +41,26 @@ _OLMO_NAMES = (
 
 
 def qwen3_next(fields: Fields) -> DecoderConfig:
-    """Qwen3-Next: the gated delta rule in three of four layers, gated attention in the others."""
+    """Describe Qwen3-Next: gated delta rule in three of four layers, else gated attention."""
     layers = _layers(fields, is_fused=True)
     return _config(fields, _with_experts(fields, layers, renorm_of(fields, True)))
 
 
 def qwen3_5(fields: Fields) -> DecoderConfig:
-    """Qwen 3.5 to 3.8: `qwen3_next` with an MLP in place of experts."""
+    """Describe Qwen 3.5 to 3.8: `qwen3_next` with an MLP in place of experts."""
     return _config(fields, _layers(fields, is_fused=False))
 
 
 def qwen3_5_moe(fields: Fields) -> DecoderConfig:
-    """Qwen 3.5 and 3.6 with experts, whose weights are always renormalised."""
+    """Describe Qwen 3.5 and 3.6 with experts, whose weights are always renormalised."""
     return _config(fields, _with_experts(fields, _layers(fields, is_fused=False), 0.0))
 
 
 def olmo_hybrid(fields: Fields) -> DecoderConfig:
-    """OLMo Hybrid: `dense.olmo2` with the delta rule, after norms, in three of four layers.
+    """Describe OLMo Hybrid: `dense.olmo2` with the delta rule in three of four layers.
 
-    ``beta`` reaches 2, so that a state may change its sign (arXiv 2411.12537). There is no RoPE if
-    the config's RoPE base is null.
+    A norm precedes the delta rule. Its factor beta can be up to 2, so that a state may change its
+    sign (arXiv 2411.12537). Attention has no RoPE if the config's RoPE base is null.
     """
     if fields.text("hidden_act", "silu") != "silu":  # The convolutions use this activation, too.
         raise fields.unsupported("hidden_act", "other than silu is not supported")
@@ -111,7 +111,7 @@ def _config(fields: Fields, layers: tuple[LayerSpec, ...]) -> DecoderConfig:
         head_dim=fields.positive("head_dim", 256),
         head_norm="each",
         has_gate=True,
-        mtp=BESIDE_THE_MODEL,
+        mtp=MTP_BESIDE_MODEL,
         attention_bias=False,
         fold=Fold(norm_offset=1.0),
         layers=layers,
@@ -163,7 +163,7 @@ def _with_experts(
 
 
 def as_stored(config: DecoderConfig, shapes: Mapping[str, Shape]) -> DecoderConfig:
-    """Return the config with the stored layout: matrices fused or not, experts stacked or not."""
+    """Return the config adapted to the files: matrices fused or not, experts stacked or not."""
 
     def has(ending: str) -> bool:
         return any(name.endswith(ending) for name in shapes)

@@ -7,7 +7,7 @@ from typing import Any
 
 from ...ops.mixers.latent import LatentShape
 from ...ops.weights import Routing
-from ..description.config import BEHIND_THE_LAST, DecoderConfig, LayerSpec
+from ..description.config import MTP_AFTER_LAST, DecoderConfig, LayerSpec
 from ..description.fields import Fields
 from ..description.fold import Fold
 from ..description.rope import RopeSpec, mscale_all, parse_rope
@@ -27,7 +27,10 @@ _MINICPM |= {"qk_nope_head_dim": 64, "scale_emb": 12, "scale_depth": 1.4, "dim_m
 
 
 def deepseek_v2(fields: Fields) -> DecoderConfig:
-    """DeepSeek V2: softmax over experts, chosen from all or the best groups (arXiv 2405.04434)."""
+    """Describe DeepSeek V2: latent attention, and softmax over experts (arXiv 2405.04434).
+
+    Experts are chosen from all groups or from the best groups.
+    """
     fields = _given(fields, _HEADS | {"n_shared_experts": 2, "topk_method": "greedy"})
     _refuse_others(fields, norm_topk_prob=False, mlp_bias=False, moe_layer_freq=1)
     method = fields.text("topk_method")
@@ -47,39 +50,44 @@ def deepseek_v2(fields: Fields) -> DecoderConfig:
 
 
 def deepseek_v3(fields: Fields) -> DecoderConfig:
-    """DeepSeek V3 and R1: sigmoid scores, and a bias for the choice only (arXiv 2412.19437)."""
+    """Describe DeepSeek V3 and R1: a sigmoid router with a bias (arXiv 2412.19437).
+
+    The bias affects only the choice of experts, not their weights.
+    """
     fields = _given(fields, _V3)
     _refuse_others(fields, moe_layer_freq=1)
     layers = like_deepseek(fields, _layers(fields), renorms=True, num_default=1)
-    return _config(fields, interleaved=_is_interleaved(fields), layers=layers, mtp=BEHIND_THE_LAST)
+    return _config(fields, interleaved=_is_interleaved(fields), layers=layers, mtp=MTP_AFTER_LAST)
 
 
 def glm4_moe_lite(fields: Fields) -> DecoderConfig:
-    """GLM-4.7-Flash: `deepseek_v3` with one group of experts."""
+    """Describe GLM-4.7-Flash: `deepseek_v3` with one group of experts."""
     fields = _given(fields, _GLM)
     kinds = fields.values.get("mlp_layer_types")
     if kinds is not None:
         num_layers = fields.positive("num_hidden_layers")
         is_known = isinstance(kinds, list) and set(kinds) <= {"dense", "sparse"}
         if not is_known or len(kinds) != num_layers:
-            raise fields.error("mlp_layer_types", f"must list {num_layers} kinds of dense, sparse")
+            raise fields.error(
+                "mlp_layer_types", f"must be a list of {num_layers} names from dense, sparse"
+            )
         dense = [index for index, kind in enumerate(kinds) if kind == "dense"]
         of_layers = {"mlp_only_layers": dense, "first_k_dense_replace": 0}
         fields = Fields({**fields.values, **of_layers}, fields.where)
     layers = like_deepseek(fields, _layers(fields), renorms=True, num_default=1)
     return _config(
-        fields, eps=1e-5, interleaved=_is_interleaved(fields), layers=layers, mtp=BEHIND_THE_LAST
+        fields, eps=1e-5, interleaved=_is_interleaved(fields), layers=layers, mtp=MTP_AFTER_LAST
     )
 
 
 def youtu(fields: Fields) -> DecoderConfig:
-    """Youtu-LLM: latent attention and an MLP in every layer."""
+    """Describe Youtu-LLM: latent attention and an MLP in every layer."""
     fields = _given(fields, _HEADS)
     return _config(fields, tied=True, interleaved=_is_interleaved(fields))
 
 
 def minicpm3(fields: Fields) -> DecoderConfig:
-    """MiniCPM3: factors on the embedding, the residual stream and the logits (arXiv 2404.06395)."""
+    """Describe MiniCPM3: factors on embedding, residual stream and logits (arXiv 2404.06395)."""
     num_layers, hidden_size = fields.positive("num_hidden_layers"), fields.positive("hidden_size")
     fields = _given(fields, _MINICPM)
     depth = fields.number("scale_depth", num_layers**0.5)
@@ -97,15 +105,15 @@ def minicpm3(fields: Fields) -> DecoderConfig:
 
 
 def as_split(config: DecoderConfig, names: set[str]) -> DecoderConfig:
-    """Return the config with the stored layout of key and value matrices: in one tensor, or two."""
+    """Return ``config`` with `has_split_latents` set, according to the ``names`` of the tensors."""
     is_split = f"{layer_prefix(0)}self_attn.k_b_proj.weight" in names
     return replace(config, has_split_latents=is_split)
 
 
 def _config(fields: Fields, *, interleaved: bool, **differences: Any) -> DecoderConfig:  # noqa: ANN401 - declared fields
-    """Return the config of a family whose KV is one vector per position.
+    """Return the config of a model with latent attention, whose KV is one vector per position.
 
-    The vector has a latent and a part with RoPE.
+    The vector consists of a latent and a part with RoPE.
     """
     shape = _shape(fields)
     if shape.rope_dim % 2:
@@ -149,12 +157,12 @@ def _is_interleaved(fields: Fields) -> bool:
 
 
 def _given(fields: Fields, defaults: dict[str, Any]) -> Fields:
-    """Return the fields with ``defaults`` for absent ones; fields that are null stay null."""
+    """Return ``fields`` with ``defaults`` for absent fields; a null field stays null."""
     return Fields({**defaults, **fields.values}, fields.where)
 
 
 def _refuse_others(fields: Fields, **known: object) -> None:
-    """Raise `UnsupportedConfig` for a field whose value differs from the one in ``known``."""
+    """Raise `UnsupportedConfig` if a field's value differs from its value in ``known``."""
     for name, value in known.items():
         if fields.has(name) and fields.values[name] != value:
             raise fields.unsupported(name, f"other than {value} is not supported")

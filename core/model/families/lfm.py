@@ -24,7 +24,7 @@ _NAMES = (
     (".w3.", ".up_proj."),
     (".w2.", ".down_proj."),
 )
-_RENORM = 1e-6  # added to the sum of a row's weights
+_RENORM = 1e-6  # added to the sum by which the weights of a row's experts are divided
 
 # These are the defaults of the config classes.
 _DEFAULTS = {
@@ -37,14 +37,14 @@ _DEFAULTS = {
 
 
 def lfm2(fields: Fields) -> DecoderConfig:
-    """LFM2: short convolutions and attention (arXiv 2511.23404)."""
+    """Describe LFM2: short convolutions and attention (arXiv 2511.23404)."""
     whole = with_defaults(fields, _DEFAULTS | {"hidden_size": 2560, "intermediate_size": 12288})
     width = _adjusted(fields, whole.positive("block_ff_dim", whole.positive("intermediate_size")))
     return _config(whole, _layers(whole), intermediate_size=width)
 
 
 def lfm2_moe(fields: Fields) -> DecoderConfig:
-    """LFM2 with experts, chosen with a bias; the first layers are dense."""
+    """Describe LFM2 with experts, whose choice a bias affects; the first layers are dense."""
     defaults = {"hidden_size": 2048, "intermediate_size": 7168, "moe_intermediate_size": 1792}
     defaults |= {"num_experts": 32, "num_experts_per_tok": 4, "num_dense_layers": 2}
     fields = with_defaults(fields, _DEFAULTS | defaults)
@@ -80,9 +80,9 @@ def _config(
 
 
 def _adjusted(fields: Fields, width: int) -> int:
-    """Return the MLP's width.
+    """Return the inner width of the MLP for the config's ``width``.
 
-    It is ``width``, or by default two thirds of it, times a factor, rounded up to a multiple.
+    By default it is two thirds of ``width`` times a factor, rounded up to a multiple.
     """
     if not fields.flag("block_auto_adjust_ff_dim", True):
         return width

@@ -22,8 +22,8 @@ from ..description.rope import NO_ROPE
 from .experts import renorm_of, top_k_of, with_experts
 from .shared import activation_of, base_config, with_defaults
 
-# Layer kinds have three spellings: transformers', its own before version 5, and the letters of
-# Nemotron-H's pattern.
+# Layer kinds have three spellings: the names of transformers since version 5, its older names, and
+# the letters of Nemotron-H's pattern.
 _ATTENTION, _MAMBA, _MLP, _EXPERTS = "full_attention", "linear_attention", "mlp", "moe"
 _KINDS = {
     _ATTENTION: _ATTENTION,
@@ -115,7 +115,7 @@ _NEMOTRON_NAMES = (
 
 
 def granite_hybrid(fields: Fields) -> DecoderConfig:
-    """Granite 4: Mamba-2 or attention, then experts beside an MLP, or an MLP alone."""
+    """Describe Granite 4: Mamba-2 or attention, then experts beside an MLP, or an MLP alone."""
     width = fields.positive("shared_intermediate_size", 1024)
     residual = fields.number("residual_multiplier", 1.0)
     layers = _layers(
@@ -152,7 +152,7 @@ def granite_hybrid(fields: Fields) -> DecoderConfig:
 
 
 def bamba(fields: Fields) -> DecoderConfig:
-    """Bamba: Mamba-2, and attention in a few layers, whose RoPE rotates half of each head."""
+    """Describe Bamba: Mamba-2, and in a few layers attention whose RoPE rotates half of a head."""
     attending = set(fields.integers("attn_layer_indices"))
     num_layers = fields.positive("num_hidden_layers")
     beyond = sorted(layer for layer in attending if not 0 <= layer < num_layers)
@@ -175,7 +175,7 @@ def bamba(fields: Fields) -> DecoderConfig:
 
 
 def falcon_h1(fields: Fields) -> DecoderConfig:
-    """Falcon-H1: attention beside Mamba-2 in each layer; factors on nearly every output.
+    """Describe Falcon-H1: attention beside Mamba-2 in each layer; factors on nearly every output.
 
     All factors are folded into weights (arXiv 2507.22448).
     """
@@ -208,7 +208,7 @@ def falcon_h1(fields: Fields) -> DecoderConfig:
 
 
 def nemotron_h(fields: Fields) -> DecoderConfig:
-    """Nemotron-H and Nemotron 3: each layer is Mamba-2, attention, an MLP or experts.
+    """Describe Nemotron-H and Nemotron 3: each layer is Mamba-2, attention, an MLP or experts.
 
     An MLP has a squared ReLU and no gate; attention has no RoPE (arXiv 2504.03624).
     """
@@ -261,7 +261,7 @@ def _kinds_field(fields: Fields) -> str:
 
 
 def _found_kinds(fields: Fields, known: Sequence[str]) -> list[str]:
-    """Return each layer's kind, from a list or a pattern of letters.
+    """Return the kind of each layer, from a list or from a pattern of one letter a layer.
 
     Raises `ModelLoadError` for a kind outside ``known``.
     """
@@ -287,7 +287,7 @@ def _found_kinds(fields: Fields, known: Sequence[str]) -> list[str]:
 
 
 def _spec(fields: Fields, names: _Names) -> Mamba2Spec:
-    """Return Mamba-2's spec from fields whose defaults were filled in."""
+    """Return the `Mamba2Spec` of a config; ``fields`` must include the defaults."""
     num_heads, num_groups = fields.positive(names.heads), fields.positive(names.groups)
     if num_heads % num_groups:
         problem = f"is {num_heads}, not a multiple of {names.groups}, {num_groups}"
@@ -338,9 +338,9 @@ def _factors(fields: Fields, name: str, count: int) -> list[float]:
 
 
 def _bamba_spec(fields: Fields, width: int | None = None) -> Mamba2Spec:
-    """Return the Mamba-2 spec of Bamba, and of families with the same field names.
+    """Return the `Mamba2Spec` of Bamba, and of families with the same field names.
 
-    ``width``: width of all heads together; None: ``mamba_expand`` times the hidden size.
+    ``width``: inner width of all heads together; None: ``mamba_expand`` times the hidden size.
     """
     fields = with_defaults(fields, _BAMBA_DEFAULTS)
     num_heads, of = fields.positive(_BAMBA.heads), "mamba_d_ssm"
@@ -359,7 +359,7 @@ def _bamba_spec(fields: Fields, width: int | None = None) -> Mamba2Spec:
 
 
 def _refuse_limits(fields: Fields) -> None:
-    """Raise `ModelLoadError` for limits of dt: transformers applies them to prompts only."""
+    """Raise `ModelLoadError` for limits of dt, which transformers applies to prompts only."""
     limits = fields.values.get("time_step_limit")
     if limits is None:
         return
@@ -385,7 +385,7 @@ def _as_float(value: object) -> float:
 
 
 def _nemotron_experts(fields: Fields) -> LayerSpec:
-    """Return a layer of experts without gates, a shared one included, with DeepSeek V3's router."""
+    """Return experts without gates, one of them shared, with the router of DeepSeek V3."""
     if fields.has("moe_latent_size"):
         raise fields.error(
             "moe_latent_size", "is not supported: the experts would read projected inputs"

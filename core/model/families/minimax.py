@@ -21,11 +21,11 @@ _DEFAULTS = {
 
 
 def minimax(fields: Fields) -> DecoderConfig:
-    """MiniMax-Text-01 and M1: lightning attention or attention, then experts (arXiv 2501.08313).
+    """Describe MiniMax-Text-01 and M1: lightning attention or attention, then experts.
 
-    Each output is added to what the norm before it returned, not to its input. A sum is
-    ``alpha * stream + beta * output``: alpha is a factor on the stream, beta / alpha is folded into
-    the output.
+    Source: arXiv 2501.08313. The output of attention or experts is added to its normed input, not
+    to the stream before the norm. The sum is ``alpha * stream + beta * output``: alpha is a factor
+    on the stream, and beta / alpha is folded into the output.
     """
     fields = with_defaults(fields, _DEFAULTS)
     num_heads = fields.positive("num_attention_heads")
@@ -58,6 +58,6 @@ def minimax(fields: Fields) -> DecoderConfig:
 
 
 def _factors(fields: Fields, name: str) -> tuple[float, float]:
-    """Return alpha and beta / alpha of one kind of output."""
+    """Return alpha and beta / alpha for the outputs of one kind of layer part."""
     alpha = fields.above_zero(f"{name}_alpha_factor", 1.0)
     return alpha, fields.above_zero(f"{name}_beta_factor", 1.0) / alpha

@@ -103,7 +103,9 @@ def layer_kinds(fields: Fields, known: tuple[str, str], default: Sequence[str]) 
     types, num_layers = fields.values.get("layer_types"), fields.positive("num_hidden_layers")
     types = default if types is None else types
     if not isinstance(types, list) or len(types) != num_layers:
-        raise fields.error("layer_types", f"must list {num_layers} kinds of {', '.join(known)}")
+        raise fields.error(
+            "layer_types", f"must be a list of {num_layers} names from {', '.join(known)}"
+        )
     unknown = next((kind for kind in types if kind not in known), None)
     if unknown is not None:
         raise fields.error(
@@ -115,12 +117,12 @@ def layer_kinds(fields: Fields, known: tuple[str, str], default: Sequence[str]) 
 
 
 def window_of(fields: Fields) -> int | None:
-    """Return the positions of the sliding window; None without one."""
+    """Return the size of the sliding window in positions; None without a window."""
     return fields.positive("sliding_window") if fields.has("sliding_window") else None
 
 
 def windowed(fields: Fields, window: int | None) -> tuple[LayerSpec, ...]:
-    """Return layers with the same window."""
+    """Return the specs of all layers, each with the same window."""
     return (LayerSpec(window=window),) * fields.positive("num_hidden_layers")
 
 
@@ -165,12 +167,14 @@ def kinds_of(fields: Fields, default: Iterable[bool]) -> tuple[bool, ...]:
     num_layers = fields.positive("num_hidden_layers")
     known = ("full_attention", "sliding_attention")
     if not isinstance(types, list) or len(types) != num_layers or not set(types) <= set(known):
-        raise fields.error("layer_types", f"must list {num_layers} kinds of {', '.join(known)}")
+        raise fields.error(
+            "layer_types", f"must be a list of {num_layers} names from {', '.join(known)}"
+        )
     return tuple(name == "sliding_attention" for name in types)
 
 
-def turns_of(fields: Fields) -> tuple[bool, ...]:
-    """Return whether each layer has RoPE: nonzero in ``no_rope_layers``."""
+def rope_flags(fields: Fields) -> tuple[bool, ...]:
+    """Return whether each layer has RoPE: its number in ``no_rope_layers`` is not 0."""
     num_layers = fields.positive("num_hidden_layers")
     found = fields.integers("no_rope_layers")
     if not found:

@@ -1,1 +1,1 @@
-"""File formats of models: each gives the fields of a config.json, and tensors by name."""
+"""File formats of models: each yields the fields of a config.json, and tensors by name."""

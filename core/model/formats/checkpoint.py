@@ -34,7 +34,7 @@ class Checkpoint(Protocol):
         """Return a tensor on the CPU, as it is stored. Raises `ModelLoadError`."""
 
     def release(self) -> None:
-        """Unmap the pages of the files that were read: they take memory in addition to the weights.
+        """Unmap the file pages that were read, which take memory in addition to the weights.
 
         A tensor that is still in use stays valid.
         """
@@ -51,7 +51,7 @@ def check_tensors(
     *,
     ignored: Collection[str] = (),
 ) -> None:
-    """Compare names and shapes with a decoder's. Raises `ModelLoadError`."""
+    """Raise `ModelLoadError` if stored names and shapes differ from those that a decoder needs."""
     shapes = checkpoint.shapes
     found = {name for name in shapes if name not in ignored and not is_derived(name)}
     refuse_names(checkpoint, "lacks", set(expected) - found)
@@ -72,7 +72,7 @@ def refuse_names(checkpoint: Checkpoint, verb: str, names: Iterable[str]) -> Non
 def mismatch(
     checkpoint: Checkpoint, name: str, stored: Sequence[int], expected: Sequence[int]
 ) -> ModelLoadError:
-    """Return the error for a tensor whose shape differs from the config's."""
+    """Return the error for a tensor whose shape differs from the shape that the config implies."""
     return ModelLoadError(
         f"{checkpoint.where}: {name} has shape {list(stored)}, but its config implies "
         f"{list(expected)}"

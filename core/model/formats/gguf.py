@@ -33,7 +33,7 @@ _MISFITS = (
     ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError,
 )  # fmt: skip
 """Errors that contradictory metadata cause."""
-_ROPE_DIVISORS = "rope_freqs.weight"  # llama3's scaling of each frequency
+_ROPE_DIVISORS = "rope_freqs.weight"  # name of the tensor with llama3's divisor of each frequency
 _NOT_WEIGHTS = (_ROPE_DIVISORS, "rope_factors_long.weight", "rope_factors_short.weight")
 _PLAIN = {GgmlType.F32: "float32", GgmlType.F16: "float16", GgmlType.BF16: "bfloat16"}
 _LAYER = re.compile(r"blk\.(\d+)\.")
@@ -62,7 +62,7 @@ class _StoredTensor(NamedTuple):
 
 
 class GgufFile:
-    """A GGUF file as the checkpoint from which it was made.
+    """A GGUF file, presented as the checkpoint from which it was made.
 
     ``values`` are the fields of a config.json. Tensors are memory-mapped until they are read. Any
     part of a split file represents all of them. Raises `ModelLoadError` for a file that is damaged,
@@ -96,7 +96,7 @@ class GgufFile:
 
     @property
     def _has_further_layers(self) -> bool:
-        """Whether the architecture's names include MTP layers, which follow the last layer."""
+        """Whether files of the architecture may have MTP layers, which follow the last layer."""
         return NEXTN_NAMES.items() <= self._architecture.names.items()
 
     def _is_further(self, name: str) -> bool:
@@ -127,7 +127,7 @@ class GgufFile:
 
     @property
     def types(self) -> dict[str, int]:
-        """Number of matrices of each quantised type."""
+        """Number of matrices by quantised type."""
         found: dict[str, int] = {}
         for tensor in self._tensors.values():
             if len(tensor.shape) > 1:
@@ -140,7 +140,7 @@ class GgufFile:
         return self._sources[name].read()
 
     def release(self) -> None:
-        """Unmap the pages read so far; tensors in use map them again."""
+        """Unmap the file pages read so far; tensors that are still in use map them again."""
         for part in self._parts:
             part.release()
 
@@ -217,7 +217,7 @@ class GgufFile:
         turning = meta.optional("rope.dimension_count", head_dim)
         if turning != head_dim:
             rope["partial_rotary_factor"] = turning / head_dim
-            if not self._architecture.turns_part:
+            if not self._architecture.has_partial_rope:
                 problem = f"rope.dimension_count {turning} of {head_dim} (partial_rotary_factor)"
                 raise ModelLoadError(f"{self.where}: {problem} is not supported")
         kind = meta.optional("rope.scaling.type", "none")
@@ -272,7 +272,7 @@ class GgufFile:
         return MODEL_NAMES | more
 
     def _plain(self, name: str, tensor: GgufTensor) -> _StoredTensor:
-        """Return a tensor of the file, described as transformers' tensor ``name``."""
+        """Return the stored tensor that corresponds to transformers' tensor ``name``."""
         shape = _shape(tensor)
         if name.endswith(_ROW):  # A converter writes either the row or the matrix of such a tensor.
             shape = (1, math.prod(shape))
@@ -292,14 +292,14 @@ class GgufFile:
         return _StoredTensor(shape, read, (tensor.name,))
 
     def _order_of(self, name: str) -> Tensor | None:
-        """Return the order that turns stored rows of queries or keys into transformers' order.
+        """Return the stored index of each row of queries or keys in transformers' order.
 
-        Some files store a head's rows as pairs for RoPE, transformers as halves. None if the orders
-        are the same.
+        For RoPE, some files store a head's rows in neighbouring pairs, and transformers stores them
+        in halves. Returns None if the orders are the same.
         """
         fields = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
         field = fields.get(name.split(".")[-2])
-        if not self._architecture.is_turned or field is None:
+        if not self._architecture.has_paired_rows or field is None:
             return None
         heads, head_dim = int(self.values[field]), int(self.values["head_dim"])
         pairs = torch.arange(heads * head_dim).view(heads, head_dim // 2, 2)
@@ -346,11 +346,11 @@ class GgufFile:
             count, rows, columns = _shape(tensors[0])
             shape = (count, rows * len(parts), columns)
             found[f"{prefix}{name}.weight"] = _StoredTensor(
-                shape, self._behind(tensors), tuple(parts)
+                shape, self._experts_reader(tensors), tuple(parts)
             )
         return found
 
-    def _behind(self, tensors: list[GgufTensor]) -> Callable[[], StoredWeight]:
+    def _experts_reader(self, tensors: list[GgufTensor]) -> Callable[[], StoredWeight]:
         def read() -> StoredWeight:
             values = [_wide(_value(each.data, each)) for each in tensors]
             return torch.cat(values, dim=1)
@@ -428,7 +428,7 @@ def _wide(value: Tensor | QuantizedWeight) -> Tensor:
 
 
 def _is_readable(kind: GgmlType) -> bool:
-    """Whether a type is kept in blocks, plain, or known to the package gguf."""
+    """Whether tensors of a type can be read: plain, in blocks, or with the package gguf."""
     if kind in BLOCK_TYPES or kind in _PLAIN:
         return True
     _, num_bytes = gguf.GGML_QUANT_SIZES[kind]
@@ -440,7 +440,7 @@ def _is_readable(kind: GgmlType) -> bool:
 
 
 def _value(data: NDArray[Any], tensor: GgufTensor) -> Tensor | QuantizedWeight:
-    """Return the values in ``data``, the tensor's data or some of its rows."""
+    """Return the values of ``data``, which is the data of a tensor or of some of its rows."""
     kind = tensor.tensor_type
     if kind in BLOCK_TYPES and data.ndim == 2:
         return BlockWeight(BLOCK_TYPES[kind], (data,))

@@ -1,6 +1,6 @@
-"""Architectures of GGUF files, and their mapping to models of transformers.
+"""Architectures of GGUF files, and their mapping to transformers' models.
 
-Source: llama.cpp's converters, whose names and reorderings are undone here.
+Source: llama.cpp's converters. This module undoes their renaming and reordering of tensors.
 """
 
 from __future__ import annotations
@@ -26,37 +26,38 @@ class Architecture:
     """The mapping of one GGUF architecture.
 
     ``fields``: returns the fields of config.json other than the common ones. ``names``: tensor
-    names of a layer that differ from Llama's; a name with ``{}`` is of stacked experts.
-    ``turns_part``: RoPE may rotate only a part of each head. ``is_turned``: rows of queries and
-    keys are stored as pairs for RoPE, not as halves. ``norm_offset``: number that the converter
-    added to the norms. ``has_tiled_heads``: value head j reads key head ``j % num_key_heads``.
-    ``is_latent``: the model has latent attention, with separate dimensions for RoPE.
+    names of a layer that differ from Llama's; a name with ``{}`` belongs to stacked experts.
+    ``has_partial_rope``: RoPE may rotate only a part of each head. ``has_paired_rows``: the rows of
+    queries and keys are stored in neighbouring pairs for RoPE, not in halves. ``norm_offset``:
+    number that the converter added to the norms. ``has_tiled_heads``: value head j reads key head
+    ``j % num_key_heads``. ``is_latent``: the model has latent attention, in which RoPE has
+    dimensions of its own.
     """
 
     model_type: str
     fields: Fields = _nothing
     names: Mapping[str, str] = field(default_factory=dict)
-    turns_part: bool = False
-    is_turned: bool = False
+    has_partial_rope: bool = False
+    has_paired_rows: bool = False
     norm_offset: float = 0.0
     has_tiled_heads: bool = False
     is_latent: bool = False
     experts: Literal["none", "each", "gpt_oss", "granite"] = "none"
     final_norm: str = "model.norm"
-    own_final_norm: str = "output_norm"  # stored name
+    own_final_norm: str = "output_norm"  # stored name of the final norm
 
 
-_LLAMA = Architecture(model_type="llama", is_turned=True)
+_LLAMA = Architecture(model_type="llama", has_paired_rows=True)
 _MIXTRAL = Architecture(
     model_type="mixtral",
     fields=mixed.experts,
     names=names.MIXTRAL_EXPERTS,
-    is_turned=True,
+    has_paired_rows=True,
     experts="each",
 )
 
 ARCHITECTURES: dict[str, Architecture] = {
-    "arcee": Architecture(model_type="arcee", fields=plain.arcee, is_turned=True),
+    "arcee": Architecture(model_type="arcee", fields=plain.arcee, has_paired_rows=True),
     "cohere2": Architecture(model_type="cohere2", fields=plain.cohere2),
     "command-r": Architecture(model_type="cohere", fields=plain.cohere),
     "deepseek2": Architecture(
@@ -95,7 +96,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gemma4": Architecture(model_type="gemma4_text", fields=plain.gemma4, names=names.GEMMA4),
     "glm4": Architecture(
         model_type="glm4",
-        turns_part=True,
+        has_partial_rope=True,
         names={
             "ffn_up": "mlp.gate_up_proj",
             "post_attention_norm": "post_self_attn_layernorm",
@@ -105,7 +106,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "glm4moe": Architecture(
         model_type="glm4_moe",
         fields=mixed.like_deepseek,
-        turns_part=True,
+        has_partial_rope=True,
         names=names.EXPERTS
         | names.SHARED_EXPERTS
         | names.CHOICE_BIAS
@@ -123,20 +124,20 @@ ARCHITECTURES: dict[str, Architecture] = {
         },
         experts="gpt_oss",
     ),
-    "granite": Architecture(model_type="granite", fields=plain.granite, is_turned=True),
+    "granite": Architecture(model_type="granite", fields=plain.granite, has_paired_rows=True),
     "granitehybrid": Architecture(
         model_type="granitemoehybrid",
         fields=mixed.granite_hybrid,
         names=names.MAMBA | names.EXPERTS | names.SHARED_GRANITE,
-        turns_part=True,
-        is_turned=True,
+        has_partial_rope=True,
+        has_paired_rows=True,
         experts="each",
     ),
     "granitemoe": Architecture(
         model_type="granitemoe",
         fields=mixed.granite_moe,
         names={"ffn_gate_inp": "block_sparse_moe.router.layer"},
-        is_turned=True,
+        has_paired_rows=True,
         experts="granite",
     ),
     "hunyuan-dense": Architecture(model_type="hunyuan_v1_dense", names=names.HUNYUAN),
@@ -164,24 +165,27 @@ ARCHITECTURES: dict[str, Architecture] = {
         model_type="minimax_m2",
         fields=mixed.minimax_m2,
         names=names.MIXTRAL_EXPERTS | {"exp_probs_b": "block_sparse_moe.e_score_correction_bias"},
-        turns_part=True,
+        has_partial_rope=True,
         experts="each",
     ),
-    "mistral3": Architecture(model_type="ministral3", fields=plain.mistral3, is_turned=True),
+    "mistral3": Architecture(model_type="ministral3", fields=plain.mistral3, has_paired_rows=True),
     "nemotron": Architecture(
-        model_type="nemotron", fields=plain.nemotron, turns_part=True, norm_offset=1.0
+        model_type="nemotron", fields=plain.nemotron, has_partial_rope=True, norm_offset=1.0
     ),
     "nemotron_h": Architecture(
-        model_type="nemotron_h", fields=mixed.nemotron_h, names=names.NEMOTRON_H, turns_part=True
+        model_type="nemotron_h",
+        fields=mixed.nemotron_h,
+        names=names.NEMOTRON_H,
+        has_partial_rope=True,
     ),
     "nemotron_h_moe": Architecture(
         model_type="nemotron_h",
         fields=mixed.nemotron_h_moe,
         names=names.NEMOTRON_H | names.EXPERTS | names.SHARED_EXPERTS | names.CHOICE_BIAS,
-        turns_part=True,
+        has_partial_rope=True,
         experts="each",
     ),
-    "olmo": Architecture(model_type="olmo", fields=plain.olmo, is_turned=True),
+    "olmo": Architecture(model_type="olmo", fields=plain.olmo, has_paired_rows=True),
     "olmoe": Architecture(
         model_type="olmoe", fields=mixed.olmoe, names=names.EXPERTS, experts="each"
     ),
@@ -190,14 +194,14 @@ ARCHITECTURES: dict[str, Architecture] = {
         model_type="phi",
         fields=plain.phi2,
         names=names.PHI,
-        turns_part=True,
+        has_partial_rope=True,
         final_norm="model.final_layernorm",
     ),
     "phi3": Architecture(
         model_type="phi3",
         fields=plain.phi3,
         names={"ffn_up": "mlp.gate_up_proj"},
-        turns_part=True,
+        has_partial_rope=True,
     ),
     "qwen2": Architecture(model_type="qwen2"),
     "qwen2moe": Architecture(
@@ -211,7 +215,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         model_type="qwen3_5_text",
         fields=mixed.hybrid,
         names=names.HYBRID,
-        turns_part=True,
+        has_partial_rope=True,
         norm_offset=1.0,
         has_tiled_heads=True,
     ),
@@ -219,7 +223,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         model_type="qwen3_5_moe_text",
         fields=mixed.hybrid_moe,
         names=names.HYBRID_EXPERTS,
-        turns_part=True,
+        has_partial_rope=True,
         norm_offset=1.0,
         has_tiled_heads=True,
         experts="each",
@@ -231,15 +235,15 @@ ARCHITECTURES: dict[str, Architecture] = {
         model_type="qwen3_next",
         fields=mixed.hybrid_moe,
         names=names.HYBRID_EXPERTS,
-        turns_part=True,
+        has_partial_rope=True,
         norm_offset=1.0,
         experts="each",
     ),
     "seed_oss": Architecture(
         model_type="seed_oss", names={"post_attention_norm": "post_attention_layernorm"}
     ),
-    "smollm3": Architecture(model_type="smollm3", is_turned=True),
-    "stablelm": Architecture(model_type="stablelm", fields=plain.stablelm, turns_part=True),
+    "smollm3": Architecture(model_type="smollm3", has_paired_rows=True),
+    "stablelm": Architecture(model_type="stablelm", fields=plain.stablelm, has_partial_rope=True),
     "starcoder2": Architecture(
         model_type="starcoder2",
         fields=plain.starcoder2,

@@ -17,13 +17,13 @@ def layer_kinds(num_layers: int, is_sliding: Callable[[int], bool]) -> list[str]
 
 
 def _every(meta: Metadata, period: int) -> dict[str, Any]:
-    """Return fields for windows in all layers but every ``period``-th."""
+    """Return the fields for windows in all layers except every ``period``-th."""
     types = layer_kinds(meta.number("block_count"), lambda layer: (layer + 1) % period != 0)
     return {"sliding_window": meta.number("attention.sliding_window"), "layer_types": types}
 
 
 def _pattern(meta: Metadata, model_type: str) -> dict[str, Any]:
-    """Return fields for windows as the file lists them."""
+    """Return the fields for windows in the layers for which the file sets a flag."""
     flags = meta.flags("attention.sliding_window_pattern")
     if not flags:
         return {"sliding_window": None}
@@ -49,7 +49,7 @@ def phi3(meta: Metadata) -> dict[str, Any]:
 
 
 def granite(meta: Metadata) -> dict[str, Any]:
-    """Return Granite's four multipliers."""
+    """Return the fields of Granite: its four multipliers."""
     return {
         "attention_multiplier": meta.optional("attention.scale", 1.0),
         "embedding_multiplier": meta.optional("embedding_scale", 1.0),
@@ -102,7 +102,7 @@ def gemma3(meta: Metadata) -> dict[str, Any]:
 def gemma4(meta: Metadata) -> dict[str, Any]:
     """Return the fields of Gemma 4, with heads by layer.
 
-    RoPE's divisors are 1, or so large that a dimension does not rotate.
+    The file's divisors of RoPE's frequencies are 1, or so large that a dimension does not rotate.
     """
     flags = meta.flags("attention.sliding_window_pattern")
     heads, widths = meta.by_layer("attention.head_count_kv"), meta.by_layer("feed_forward_length")
@@ -174,7 +174,7 @@ def starcoder2(meta: Metadata) -> dict[str, Any]:
 
 
 def olmo(meta: Metadata) -> dict[str, Any]:
-    """Return OLMo's bound on queries, keys and values, if there is one."""
+    """Return the fields of OLMo: its bound on queries, keys and values, if the file has one."""
     return {"clip_qkv": meta.optional("attention.clamp_kqv", None)}
 
 
@@ -198,7 +198,7 @@ def nemotron(meta: Metadata) -> dict[str, Any]:
 
 
 def arcee(meta: Metadata) -> dict[str, Any]:  # noqa: ARG001 - as the others
-    """Return the activation of AFM."""
+    """Return the fields of AFM (Arcee): its activation."""
     return {"hidden_act": "relu2"}
 
 

@@ -85,11 +85,11 @@ class Metadata:
         self.architecture: str = self._get("general.architecture", str)
 
     def error(self, problem: str) -> ModelLoadError:
-        """Return the error for a problem of the file."""
+        """Return the `ModelLoadError` for a problem of this file."""
         return ModelLoadError(f"{self._reader.file}: {problem}")
 
     def number(self, name: str) -> Any:  # noqa: ANN401 - an int or a float, like the stored value
-        """Return a required number."""
+        """Return a number. Raises `ModelLoadError` if the file lacks it."""
         return self._get(f"{self.architecture}.{name}", (int, float))
 
     def optional(self, name: str, default: Any) -> Any:  # noqa: ANN401

@@ -9,7 +9,7 @@ from .gguf_metadata import Metadata
 
 
 def experts(meta: Metadata) -> dict[str, Any]:
-    """Return the numbers and the width of experts, under the names of several families."""
+    """Return the fields for numbers and width of experts, under the names of several families."""
     width = meta.optional("expert_feed_forward_length", 0) or meta.number("feed_forward_length")
     return {
         "num_experts": meta.number("expert_count"),
@@ -204,7 +204,7 @@ def hunyuan_moe(meta: Metadata) -> dict[str, Any]:
 
 
 def like_deepseek(meta: Metadata) -> dict[str, Any]:
-    """Return the fields of grouped experts, with shared ones and leading dense layers."""
+    """Return the fields of experts as in DeepSeek: in groups, with shared ones and dense layers."""
     return experts(meta) | {
         "n_routed_experts": meta.number("expert_count"),
         "n_shared_experts": meta.optional("expert_shared_count", 0),
@@ -216,7 +216,7 @@ def like_deepseek(meta: Metadata) -> dict[str, Any]:
     }
 
 
-_SIGMOID = 2  # number of sigmoid gating in GGUF
+_SIGMOID = 2  # value of the gating function in GGUF that means sigmoid
 
 
 def deepseek2(meta: Metadata) -> dict[str, Any]:

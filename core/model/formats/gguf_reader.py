@@ -30,7 +30,7 @@ _LFS = b"version https://git-lfs"
 _MOST_NUMBERS = 4096  # longest array that is read: one number per layer of a model
 _MOST_DIMENSIONS = 4
 _MOST_NAME_BYTES = 1024
-_LEAST_FIELD = 8 + 4 + 1  # bytes: name length, type, value
+_LEAST_FIELD = 8 + 4 + 1  # minimum bytes of a field: name length, type, value
 
 # bytes: name length, number of dimensions, one dimension, type, offset
 _LEAST_TENSOR = 8 + 4 + 8 + 4 + 8
@@ -64,7 +64,7 @@ _REMOVED = {
 
 
 class _DamagedError(Exception):
-    """The bytes of a file contradict each other; the message says where."""
+    """Error of a file whose bytes contradict each other; the message says where."""
 
 
 class SkippedArray(NamedTuple):
@@ -92,12 +92,12 @@ class GgufTensor:
 
 
 class _TensorEntry(NamedTuple):
-    """A tensor's header entry, before its bytes are located."""
+    """The entry of a tensor in the head of a file, before its bytes are located."""
 
     name: str
     kind: int
     shape: tuple[int, ...]
-    offset: int  # bytes after the head
+    offset: int  # offset in bytes from the end of the head
 
 
 class GgufReader:
@@ -218,27 +218,30 @@ class _Cursor:
         return self.data[begin : self.at]
 
     def numbers(self, form: str, what: str) -> tuple[Any, ...]:
-        """Return numbers of a `struct` format."""
+        """Read and return the numbers of a `struct` format."""
         whole = f"<{form}"
         return struct.unpack(whole, self.take(struct.calcsize(whole), what))
 
     def number(self, form: str, what: str) -> Any:  # noqa: ANN401 - as the form says
-        """Return one number of a `struct` format."""
+        """Read and return one number of a `struct` format."""
         return self.numbers(form, what)[0]
 
     def count(self, what: str, least: int) -> int:
-        """Return a count of items that take at least ``least`` bytes each."""
+        """Read and return a count of items, each of which takes at least ``least`` bytes.
+
+        Raises `_DamagedError` if the file is too short for so many items.
+        """
         found: int = self.number("Q", f"the number of {what}")
         if found * least > self.left:
             raise _DamagedError(f"it declares {found:,} {what}, but {self.left:,} bytes are left")
         return found
 
     def text(self, what: str) -> bytes:
-        """Return a string: a length, then its bytes."""
+        """Read a string, which is stored as its length and then its bytes."""
         return bytes(self.take(self.number("Q", f"the length of {what}"), what))
 
     def skip_texts(self, count: int, what: str) -> None:
-        """Skip ``count`` strings, without a call for each: a vocabulary has 200,000."""
+        """Skip ``count`` strings in one loop: a vocabulary may have 200,000."""
         data, at, end = self.data, self.at, len(self.data)
         for _ in range(count):
             at += 8 + int.from_bytes(data[at : at + 8], "little")
@@ -249,7 +252,7 @@ class _Cursor:
         self.at = at
 
     def name(self, what: str) -> str:
-        """Return a name that is safe to show in errors."""
+        """Read a name, and return it if it is safe to show in errors; otherwise raise."""
         length: int = self.number("Q", f"the length of {what}")
         if length > _MOST_NAME_BYTES:
             raise _DamagedError(f"{what} has {length:,} bytes, more than {_MOST_NAME_BYTES}")

@@ -1,4 +1,4 @@
-"""Names of a text model's tensors in files that differ from transformers' text class.
+"""Names of a text model's tensors, in files whose names differ from transformers' text class.
 
 Multimodal checkpoints hold other models beside it. Base models, such as embedding models, are saved
 without an output matrix and without the prefix that the class with one adds.
@@ -55,7 +55,7 @@ def family_names(
     base: Callable[[Collection[str]], dict[str, str]],
     names: Collection[str],
 ) -> dict[str, str]:
-    """Return stored names by transformers' names, for a family that ``base`` alone does not map.
+    """Return stored names by transformers' names, for a family with names of its own.
 
     ``pairs``: parts of a name and their replacements, in order. MTP layers beside the model are
     left out.

@@ -38,7 +38,7 @@ Entries: TypeAlias = Mapping[str, TensorEntry]
 
 
 class Stored(NamedTuple):
-    """The tensors of the files. ``read`` is for metadata tensors of a few bytes."""
+    """The stored tensors of a checkpoint. ``read`` returns a metadata tensor of a few bytes."""
 
     entries: Entries
     read: Callable[[str], Tensor]
@@ -63,7 +63,7 @@ class Scheme(Protocol):
     label: str  # name for display
 
     def gather(self, stored: Stored) -> dict[str, QuantizedTensor]:
-        """Return the quantised matrices by plain names. Raises ValueError naming a tensor."""
+        """Return the quantised matrices by plain names. Raises ValueError that names a tensor."""
 
 
 def read_scheme(fields: Fields) -> Scheme | None:
@@ -87,7 +87,7 @@ def gather(scheme: Scheme, stored: Stored) -> dict[str, QuantizedTensor]:
 
 
 def is_passed_over(name: str) -> bool:
-    """Whether this engine ignores a tensor beside quantised weights."""
+    """Whether this engine ignores a tensor that is stored with quantised weights."""
     return name.endswith(_PASSED_OVER)
 
 
@@ -209,7 +209,7 @@ def _matrix(entries: Entries, name: str) -> tuple[int, int]:
 
 
 class _Awq:
-    """``(n - zero) * scale``; eight neighbouring outputs per word, in AWQ's order."""
+    """AWQ: weights are ``(n - zero) * scale``; a word packs eight outputs, in AWQ's order."""
 
     def __init__(self, fields: Fields) -> None:
         bits = fields.integer("bits", fields.integer("w_bit", 4))
@@ -244,7 +244,10 @@ def _awq_columns(words: Tensor) -> Tensor:
 
 
 class _Gptq:
-    """``(n - zero) * scale``; several inputs per word. Columns may belong to any group."""
+    """GPTQ: weights are ``(n - zero) * scale``; a word packs several inputs.
+
+    Each column may belong to any group.
+    """
 
     def __init__(self, fields: Fields) -> None:
         self._bits = fields.integer("bits", 4)
@@ -299,7 +302,10 @@ def _is_in_order(group_of: Tensor, groups: int) -> bool:
 
 
 class _CompressedTensors:
-    """Packed integers, bytes or FP8 with scales per tensor, row, group or block."""
+    """compressed-tensors: packed integers, bytes or FP8, with a scale per tensor, row or group.
+
+    FP8 may also have a scale per block.
+    """
 
     _FORMATS = (
         "dense", "pack-quantized", "int-quantized", "float-quantized", "naive-quantized",
@@ -450,7 +456,7 @@ def _block_of(
 
 
 class _Fp8:
-    """8-bit floats with a scale per tensor, row or block."""
+    """FP8: 8-bit floats with a scale per tensor, row or block."""
 
     def __init__(self, fields: Fields) -> None:
         self._block = _block(fields, [])
@@ -482,7 +488,7 @@ class _Fp8:
 
 
 class _Mxfp4:
-    """Experts in gpt-oss's format: pairs of E2M1 numbers, and a power of two per 32 numbers."""
+    """MXFP4, for gpt-oss's experts: pairs of E2M1 numbers, and a power of two per 32 numbers."""
 
     label = "MXFP4"
 
@@ -516,7 +522,7 @@ class _Mxfp4:
 
 
 class _BitsAndBytes:
-    """Bytes with a scale per row, or indices into 16 numbers with a scale per block."""
+    """bitsandbytes: bytes with a scale per row, or 4-bit indices of 16 numbers, scaled by block."""
 
     _STATE = ".weight.quant_state.bitsandbytes__"
 

@@ -75,7 +75,7 @@ class SafetensorsCheckpoint:
 
 
 class TensorFiles:
-    """The tensors of a folder. ``scheme``: quantisation of its matrices; None: plain.
+    """The tensors of a folder. ``scheme``: quantisation of its matrices; None: not quantised.
 
     Only headers are read. Raises `ModelLoadError` for files that are missing, damaged or of an
     unsupported quantisation.

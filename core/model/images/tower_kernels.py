@@ -25,7 +25,7 @@ from ...ops.row_extras import RowExtras
 from ...ops.weights import Activation, HeadLayout
 from ..description.rope import Still
 
-PAGE_SIZE = 16  # rows
+PAGE_SIZE = 16  # number of rows in a page
 LEAST_ROWS = 128  # shortest sequence, in rows, for the kernels; torch computes short windows
 _SILU, _GELU = Activation("silu", gated=False), Activation("gelu_tanh", gated=False)
 _ACTIVATIONS: dict[type[nn.Module], Activation] = {
@@ -37,10 +37,10 @@ _ACTIVATIONS: dict[type[nn.Module], Activation] = {
 
 
 class _Shape(NamedTuple):
-    """Sizes that determine a pass's plan."""
+    """Sizes of an attention call, which determine the pages and the plan for it."""
 
     num_sequences: int
-    num_rows: int  # rows of each sequence
+    num_rows: int  # number of rows of each sequence
     heads: HeadLayout
     dtype: torch.dtype
 
@@ -71,7 +71,7 @@ class TowerAttention(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401 - whatever the function returns
-        """Call ``func``, or the kernels in its place."""
+        """Call the kernels if they support this call of ``func``; otherwise call ``func``."""
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention and len(args) == 3:
             shape = self._shape_of(*args, **kwargs)
@@ -145,7 +145,7 @@ def _plan(ops: Ops, shape: _Shape) -> ForwardPlan:
 
 
 class _Activated(nn.Module):
-    """An activation computed by the kernels."""
+    """An activation module that the backend's kernels compute."""
 
     def __init__(self, ops: Ops, activation: Activation) -> None:
         super().__init__()

@@ -57,7 +57,7 @@ class VisionSupport:
 
 
 def vision_support(path: Path) -> VisionSupport:
-    """Return from a model's config whether it has an image tower that is served."""
+    """Return which image tower a model's config describes, and whether it is served."""
     if gguf_file(path) is not None:
         return VisionSupport()
     values = read_json(path / "config.json")
@@ -103,7 +103,7 @@ class Vision:
         self._num_bytes = 0
         self.num_parameters = num_parameters
         self.identity: Mapping[str, str] = identity or {}
-        self.num_computed = 0  # images computed since the start
+        self.num_computed = 0  # number of images encoded since the start
 
     @torch.inference_mode()
     def vectors(self, image: PromptImage) -> Tensor:
@@ -258,7 +258,7 @@ def count_tower(folder: Path) -> int:
 
 
 def _is_seen(model: Any, name: str) -> bool:  # noqa: ANN401 - of transformers
-    """Whether a parameter belongs to the tower or projector, not to the rest of the text model."""
+    """Whether a parameter belongs to the tower or projector, not to the text model."""
     text = {id(each) for each in model.get_decoder().parameters()}
     text |= {id(each) for each in model.get_output_embeddings().parameters()}
     return id(model.get_parameter(name)) not in text

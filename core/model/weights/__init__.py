@@ -1,1 +1,1 @@
-"""Weights of a decoder: read by name, cast, and packed for the kernels."""
+"""Weights of a decoder: declared tensors, which are read, cast and packed for the kernels."""

@@ -1,4 +1,4 @@
-"""Assembly: the weights of a decoder, read from tensors by name."""
+"""Assembly: reads all tensors of a decoder and packs them as its weights."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from .packer import Packer, in_order, norm_of
 
 
 class MtpInput(LayerPart):
-    """Tensors of the input of an MTP layer, which predicts an additional token."""
+    """Declared tensors that make the input of an MTP (multi-token prediction) layer."""
 
     def __init__(self, config: DecoderConfig) -> None:
         hidden = config.hidden_size
@@ -46,7 +46,7 @@ class MtpInput(LayerPart):
 
 
 class MtpWeights(NamedTuple):
-    """An MTP layer: its decoder's weights, and the weights of its input."""
+    """Packed weights of an MTP layer. ``decoder`` has the layer; the others make its input."""
 
     decoder: DecoderWeights
     embedding_norm: Norm
@@ -55,9 +55,11 @@ class MtpWeights(NamedTuple):
 
 
 class AssistantEnds(LayerPart):
-    """Tensors between an assistant and its target, whose hidden size is ``width``.
+    """Declared tensors of an assistant before and after its layers.
 
-    ``output``: name of the output matrix over all tokens. ``num_clusters``: 0 without clusters.
+    An assistant is a small model that drafts for a target. ``width``: the target's hidden size.
+    ``output``: name of the output matrix over the whole vocabulary. ``num_clusters``: number of
+    clusters of the vocabulary; 0: no clusters.
     """
 
     def __init__(self, config: DecoderConfig, width: int, output: str, num_clusters: int) -> None:
@@ -70,10 +72,10 @@ class AssistantEnds(LayerPart):
 
 
 class AssistantWeights(NamedTuple):
-    """An assistant: its decoder's weights, and the weights between it and the target.
+    """Packed weights of an assistant: its layers, and the projections from and to the target.
 
-    ``table`` [vocab, hidden]: the output matrix over all tokens, if the decoder's own output scores
-    clusters.
+    ``table`` [vocab, hidden]: the output matrix over the whole vocabulary, if the decoder's own
+    output scores clusters; otherwise None.
     """
 
     decoder: DecoderWeights
@@ -83,9 +85,10 @@ class AssistantWeights(NamedTuple):
 
 
 class Assembly:
-    """Reads, casts and packs layer by layer, so that at most one layer is held twice.
+    """Reader of a whole model, which reads, casts and packs its weights layer by layer.
 
-    ``keeps_packed``: quantised weights stay as they are stored if the ops have kernels for them.
+    So at most one layer is in memory twice. ``keeps_packed``: quantised weights stay as they are
+    stored if the backend has kernels for them.
     """
 
     def __init__(
@@ -101,10 +104,11 @@ class Assembly:
         comm: Comm | None = None,
         release: Callable[[], None] = lambda: None,
     ) -> None:
-        """Prepare to read a model.
+        """Prepare to read a model; nothing is read yet.
 
-        ``layout``: page layout, if it is another model's. ``comm``: connects the ranks, if
-        ``config`` and ``read`` are one rank's shard. ``release`` is called after each layer.
+        ``read`` returns a stored tensor by name. ``layout``: page layout, if the decoder uses the
+        pages of another model. ``comm``: connection to the other ranks, if ``config`` and ``read``
+        describe one rank's shard. ``release`` is called after each layer, to free memory.
         """
         self._config, self._release = config, release
         layout = layout or PageLayout.of(config)
@@ -114,7 +118,10 @@ class Assembly:
         self.linear_specs = self._packer.linear_specs
 
     def weights(self) -> DecoderWeights:
-        """Read and pack the whole model; the output matrix of ranks above 0 is a placeholder."""
+        """Read and pack the whole model.
+
+        Only rank 0 computes logits, so the output matrix of other ranks is a placeholder.
+        """
         config, fold, packer = self._config, self._config.fold, self._packer
         embedding, token_inputs = packer.read(EMBEDDING), None
         is_tied = config.tie_embeddings
@@ -144,9 +151,10 @@ class Assembly:
         )
 
     def mtp(self, model: DecoderWeights, draft_ids: Tensor | None) -> MtpWeights:
-        """Read the MTP layer of ``model``; see mtp.py.
+        """Read and pack the MTP layer of ``model``, as core/model/drafting/mtp.py describes it.
 
-        ``draft_ids``: ids that its output has; None: it uses the model's output.
+        ``draft_ids``: the only token ids that its output matrix scores; None: the layer uses the
+        output matrix of ``model``.
         """
         packer, given = self._packer, MtpInput(self._config)
         weights = DecoderWeights(
@@ -164,7 +172,7 @@ class Assembly:
         )
 
     def assistant(self, ends: AssistantEnds) -> AssistantWeights:
-        """Read the weights of an assistant; see assistant.py."""
+        """Read and pack an assistant, as core/model/drafting/assistant.py describes it."""
         config, packer = self._config, self._packer
         table, stored = None, packer.read(ends.output.name)
         if ends.centroids is None:
@@ -173,7 +181,7 @@ class Assembly:
             table, lm_head = packer.cast(stored), packer.linear(ends.centroids)
         nothing = torch.zeros(1, config.hidden_size, dtype=packer.dtype, device=packer.device)
         weights = DecoderWeights(
-            embedding=nothing,  # All rows are given as vectors.
+            embedding=nothing,  # An assistant's inputs are vectors, not token ids.
             layers=tuple(self._layer(i) for i in range(config.num_layers)),
             final_norm=packer.norm(norm_of(config, FINAL_NORM)),
             lm_head=lm_head,
@@ -186,19 +194,22 @@ class Assembly:
         )
 
     def _output_of(self, token_ids: Tensor) -> PackedLinear:
-        """Return the packed output matrix of some token ids."""
-        token_ids = token_ids.cpu()  # Tensors are read on the CPU.
+        """Return a packed output matrix with only the rows of ``token_ids``."""
+        token_ids = token_ids.cpu()  # The stored tensor is on the CPU.
         stored = self._packer.read(EMBEDDING if self._config.tie_embeddings else LM_HEAD)
         assert not isinstance(stored, QuantizedStack)
         return self._output(in_order(stored, token_ids))
 
     def _output(self, stored: StoredWeight) -> PackedLinear:
-        """Pack the output matrix, or rows of it."""
+        """Pack the stored output matrix, or some of its rows."""
         weight = self._kept(stored, self._config.fold.logit_scale)
         return self._packer.ops.pack_linear(weight)
 
     def _kept(self, stored: StoredWeight, factor: float) -> Tensor | QuantizedWeight:
-        """Return a matrix as stored if the kernels support that, else cast and times ``factor``."""
+        """Return a matrix as it is stored if kernels support it, otherwise cast and scaled.
+
+        A matrix with a ``factor`` other than 1 is always cast.
+        """
         if isinstance(stored, QuantizedWeight) and self._packer.keeps(stored) and factor == 1.0:
             return stored
         return scaled(self._packer.cast(stored), factor)

@@ -1,4 +1,4 @@
-"""Attention over keys and values: its tensors and their packing."""
+"""Attention with keys and values for each KV head: its tensors and their packing."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .packer import Mixer, Packer, optional
 
 
 class Attention(Mixer):
-    """Attention of a layer."""
+    """Declared tensors of a layer's attention, and their packing."""
 
     def __init__(self, config: DecoderConfig, index: int) -> None:
         at, fold, spec = f"{layer_prefix(index)}self_attn.", config.fold, config.layers[index]
@@ -35,7 +35,7 @@ class Attention(Mixer):
         self._config, self._index, self._heads = config, index, heads
         self._head_order = _head_order(heads.head_dim, config.rope, interleaved=fold.interleaved)
         self._width = heads.num_heads * heads.head_dim
-        # The counts are heads of q, k and v; a head of q may have a gate besides.
+        # These are numbers of heads of q, k and v. If q has gates, each counts as one more head.
         counts = (heads.num_heads * (1 + config.has_gate), heads.num_kv_heads, heads.num_kv_heads)
         names = "q" if spec.kv_of is not None else "qkk" if spec.keys_as_values else "qkv"
         matrices = [
@@ -85,7 +85,7 @@ class Attention(Mixer):
             tables=packer.layout.tables[self._index],
             cap=config.attention_cap,
             sinks=optional(packer.float32, self.sinks),
-            place=place,
+            kv=place,
             gate=self._width * config.has_gate,
             has_keys=spec.kv_of is None,
             comm=packer.comm,
@@ -95,7 +95,7 @@ class Attention(Mixer):
         config = self._config
         rows = [
             packer.vector(norm)
-            # All heads share a weight of one head's length; a longer weight is a whole row's.
+            # A weight as long as one head is shared by all heads; a longer one covers all heads.
             .view(-1, self._heads.head_dim)
             .expand(count, -1)
             for norm, count in zip(self.head_norms, self._heads[:2], strict=False)
@@ -112,7 +112,10 @@ class Attention(Mixer):
 
 
 def _head_order(head_dim: int, rope: RopeSpec, *, interleaved: bool) -> Tensor | None:
-    """Return a head's items in the kernels' order; None if the family has the same order."""
+    """Return the index of each item of a head in the kernels' order, [head_dim].
+
+    Returns None if the model's order is the same.
+    """
     turning = rotary_dim(rope, head_dim)
     if turning == head_dim and not interleaved:
         return None
@@ -120,9 +123,10 @@ def _head_order(head_dim: int, rope: RopeSpec, *, interleaved: bool) -> Tensor |
 
 
 def _qkv_order(heads: HeadSpec, head: Tensor | None, *, has_gate: bool) -> Tensor | None:
-    """Return the rows of Q, K, V and the gate in the kernels' order; None if nothing moves.
+    """Return the indices of the stacked QKV rows in the kernels' order: Q, K, V, then gates.
 
-    ``head``: order of a head's items. In the files each head's gate follows its query.
+    ``head``: order of a head's items, from `_head_order`. In the files, the rows of each head's
+    gate follow the rows of its query. Returns None if the order is the same.
     """
     if head is None and not has_gate:
         return None

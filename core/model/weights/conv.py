@@ -11,7 +11,7 @@ from .packer import Mixer, Packer, optional
 
 
 class Conv(Mixer):
-    """Short convolution of a layer."""
+    """Declared tensors of a layer's short convolution, and their packing."""
 
     def __init__(self, config: DecoderConfig, index: int, spec: ConvSpec) -> None:
         at, hidden, bias = layer_prefix(index) + CONV, config.hidden_size, spec.has_bias

@@ -13,7 +13,7 @@ from .packer import Mixer, Packer
 
 
 class Delta(Mixer):
-    """Delta rule of a layer."""
+    """Declared tensors of a layer's gated delta rule, and their packing."""
 
     def __init__(self, config: DecoderConfig, index: int, spec: DeltaSpec) -> None:
         at, hidden, shape = layer_prefix(index) + DELTA, config.hidden_size, spec.shape

@@ -1,12 +1,16 @@
-"""Parts that only Gemma 4 has: experts beside an MLP, and per-layer inputs of a token."""
+"""Tensors that only Gemma 4 has: for experts beside an MLP, and for per-layer token inputs.
+
+A per-layer input is a vector made from a token's id and embedding. Each layer gates its input and
+adds it to the residual stream.
+"""
 
 from __future__ import annotations
 
 from ...ops.weights import (
-    ExpertsBeside,
     ExpertWeights,
     Gemma4Extras,
     Norm,
+    ParallelExperts,
     TokenInputs,
     TokenInputWeights,
 )
@@ -24,7 +28,10 @@ from .packer import Packer, norm_of
 
 
 class Gemma4Layer(LayerPart):
-    """Parts of a layer that only Gemma 4 has."""
+    """Declared tensors of a layer that only Gemma 4 has, and their packing.
+
+    ``experts``: the experts that run beside the layer's MLP; None: the layer has none.
+    """
 
     def __init__(self, config: DecoderConfig, prefix: str, experts: ExpertsSpec | None) -> None:
         self._config, size = config, config.token_input_size
@@ -43,20 +50,24 @@ class Gemma4Layer(LayerPart):
             self.out_norm = norm_of(config, f"{prefix}post_per_layer_input_norm.weight")
 
     def pack(self, packer: Packer, out_norm: Norm, experts: ExpertWeights | None) -> Gemma4Extras:
-        """Read and pack the tensors. ``out_norm``: norm of the sum of MLP and experts."""
+        """Read and pack the tensors.
+
+        ``out_norm``: norm of the output of the MLP, or of the sum of MLP and experts. ``experts``:
+        the packed experts beside the MLP, if any.
+        """
         return Gemma4Extras(
             out_norm=out_norm,
-            beside=self._beside(packer, experts),
+            experts=self._beside(packer, experts),
             token_input=self._token_input(packer),
         )
 
-    def _beside(self, packer: Packer, experts: ExpertWeights | None) -> ExpertsBeside | None:
+    def _beside(self, packer: Packer, experts: ExpertWeights | None) -> ParallelExperts | None:
         if experts is None or self.router_norm is None:
             return None
         config = self._config
         router_norm = packer.float32(self.router_norm) * config.hidden_size**-0.5
         norm, out_norm, mlp_out_norm = map(packer.norm, self.beside_norms)
-        return ExpertsBeside(
+        return ParallelExperts(
             experts, norm, Norm(router_norm, config.norm_eps), out_norm, mlp_out_norm
         )
 
@@ -68,7 +79,7 @@ class Gemma4Layer(LayerPart):
 
 
 class Gemma4Inputs(LayerPart):
-    """Tensors of a token's inputs to all layers."""
+    """Declared tensors that make the per-layer inputs of each token, and their packing."""
 
     def __init__(self, config: DecoderConfig) -> None:
         width = config.num_layers * config.token_input_size
@@ -80,8 +91,11 @@ class Gemma4Inputs(LayerPart):
     def pack(self, packer: Packer) -> TokenInputs:
         """Read and pack the tensors.
 
-        The input is ``(norm(c * projected) * w + s * row) / sqrt(2)``: c is hidden ** -0.5 and goes
-        into the norm's eps; s is width ** 0.5 and divides w. So no matrix is rounded a second time.
+        A token's input to a layer is ``(norm(c * projected) * w + s * row) / sqrt(2)``. Here
+        ``projected`` is made from the token's embedding, ``row`` is the token's row of the table,
+        and w is the norm's weight; c is hidden_size ** -0.5, and s is token_input_size ** 0.5. Both
+        factors are folded into the norm, c into its eps and s into w, so that no matrix is rounded
+        a second time.
         """
         config = self._config
         scale = config.token_input_size**0.5

@@ -1,4 +1,4 @@
-"""Attention over latents (arXiv 2405.04434, section 2.1): its tensors and their packing."""
+"""Latent attention (MLA, arXiv 2405.04434, section 2.1): its tensors and their packing."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ LATENT_EPS = 1e-6  # eps of the norms within latent attention, independent of th
 
 
 class Latent(Mixer):
-    """Latent attention of a layer.
+    """Declared tensors of a layer's latent attention, and their packing.
 
-    ``expand``: per-head matrices that map queries to the latents' space and latents to values: one
-    tensor with the keys' rows first in each head, or two tensors.
+    ``expand``: the matrices of each head that map latents to keys and to values. They are one
+    tensor, in which each head has its rows of keys, then its rows of values; or two tensors.
     """
 
     def __init__(self, config: DecoderConfig, index: int, shape: LatentShape) -> None:
@@ -32,7 +32,7 @@ class Latent(Mixer):
         queries = _query_order(config, shape)
         first = torch.arange(shape.q_rank) if shape.q_rank else queries
         latent = torch.arange(len(first), len(first) + shape.rank)
-        turned = len(first) + shape.rank + _turned(config, shape)
+        turned = len(first) + shape.rank + _rope_order(config, shape)
         self.down = LinearSpec(
             (
                 MatrixSpec(f"{at}{'q_a' if shape.q_rank else 'q'}_proj", len(first)),
@@ -75,17 +75,17 @@ class Latent(Mixer):
             keys=keys,
             values=values,
             o=packer.linear(self.o),
-            place=place,
+            kv=place,
             shape=self._shape,
             tables=packer.layout.tables[self._index],
         )
 
     def _heads(self, packer: Packer) -> list[tuple[PackedLinear, ...]]:
-        """Return each head's packed matrix of keys, and each head's packed matrix of values."""
+        """Return the packed matrices of keys, and the packed matrices of values, one per head."""
         shape, count = self._shape, self._config.num_heads
         found: list[Iterator[Tensor | QuantizedWeight]]
         if self._config.has_split_latents:
-            found = [packer.stack(each, count, is_turned=False) for each in self.expand]
+            found = [packer.stack(each, count, is_transposed=False) for each in self.expand]
         else:
             up = packer.vector(self.expand[0]).view(count, -1, shape.rank)
             keys, values = torch.split(up, [shape.nope_dim, shape.value_dim], dim=1)
@@ -93,13 +93,13 @@ class Latent(Mixer):
         return [tuple(map(packer.ops.pack_linear, heads)) for heads in found]
 
 
-def _turned(config: DecoderConfig, shape: LatentShape) -> Tensor:
-    """Return the items that RoPE rotates, in the kernels' order."""
+def _rope_order(config: DecoderConfig, shape: LatentShape) -> Tensor:
+    """Return the order, for the kernels, of the items that RoPE rotates, [rope_dim]."""
     return head_order(shape.rope_dim, shape.rope_dim, interleaved=config.fold.interleaved)
 
 
 def _query_order(config: DecoderConfig, shape: LatentShape) -> Tensor:
-    """Return the rows of all heads' queries in the kernels' order."""
-    of_head = torch.cat((torch.arange(shape.nope_dim), shape.nope_dim + _turned(config, shape)))
+    """Return the indices of the rows of all heads' queries in the kernels' order."""
+    of_head = torch.cat((torch.arange(shape.nope_dim), shape.nope_dim + _rope_order(config, shape)))
     heads = shape.query_dim * torch.arange(config.num_heads)
     return (heads.unsqueeze(1) + of_head).flatten()

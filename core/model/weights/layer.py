@@ -1,4 +1,4 @@
-"""The tensors of a layer and of a whole decoder.
+"""The declared tensors of a layer and of a whole decoder.
 
 To add a mixer, write a `Mixer` in its own file and add it to `_MIXERS`.
 """
@@ -40,7 +40,7 @@ _MIXERS: dict[type, Callable[[DecoderConfig, int, Any], Mixer]] = {
 
 
 class Layer(LayerPart):
-    """A layer: its norms, its mixer or mixers, and its MLP or experts."""
+    """Declared tensors of a layer: its norms, its mixer or mixers, and its MLP or experts."""
 
     def __init__(self, config: DecoderConfig, index: int) -> None:
         spec, prefix = config.layers[index], layer_prefix(index)
@@ -62,7 +62,7 @@ class Layer(LayerPart):
             self.extras = Gemma4Layer(config, prefix, spec.experts)
 
     def pack(self, packer: Packer) -> LayerWeights:
-        """Read and pack the tensors."""
+        """Read the tensors of the layer, and pack them for the kernels."""
         attention = None if self.attention is None else self.attention.pack(packer)
         recurrent = None if self.recurrent is None else self.recurrent.pack(packer)
         beside = recurrent if attention is not None else None
@@ -84,7 +84,7 @@ class Layer(LayerPart):
             mlp=experts if mlp is None else mlp,
             is_parallel=self._config.is_parallel,
             extras=extras,
-            beside=beside,
+            second_mixer=beside,
             factors=factors,
             norms_stream=self._config.norms_stream,
         )
@@ -96,7 +96,7 @@ def _attention(config: DecoderConfig, index: int) -> Mixer:
 
 
 def _norm_at(config: DecoderConfig, prefix: str, name: str | None) -> NormSpec | None:
-    """Return a layer's norm; None if the layer has no such norm."""
+    """Return the declaration of the norm ``name`` of a layer; None if ``name`` is None."""
     return None if name is None else norm_of(config, f"{prefix}{name}.weight")
 
 
@@ -121,11 +121,10 @@ def tensor_shapes(config: DecoderConfig) -> Shapes:
 
 
 def ignored(config: DecoderConfig, names: Iterable[str]) -> tuple[str, ...]:
-    """Return the tensors that a checkpoint may hold and nothing reads.
+    """Return the ``names`` that a checkpoint may have although the decoder does not read them.
 
-    Some tied checkpoints also store the embedding as the output matrix. mtp.py reads the MTP
-    layers, which follow the last layer or are beside the model. Layers that read another layer's
-    keys may come with key matrices.
+    These tensors are the output matrix, if the output is tied to the embedding; MTP layers, which
+    core/model/drafting/mtp.py reads; and keys and values of layers that read another layer's KV.
     """
     names = list(names)
     further, unread = set(further_tensors(config, names)), _unread_keys(config)
@@ -137,7 +136,10 @@ def ignored(config: DecoderConfig, names: Iterable[str]) -> tuple[str, ...]:
 
 
 def _unread_keys(config: DecoderConfig) -> tuple[str, ...]:
-    """Return prefixes of unused key matrices in layers that read another layer's keys."""
+    """Return the name prefixes of unused tensors for keys and values.
+
+    They belong to layers that read another layer's KV.
+    """
     found = []
     for index, spec in enumerate(config.layers):
         if spec.kv_of is not None:
@@ -150,7 +152,7 @@ def _unread_keys(config: DecoderConfig) -> tuple[str, ...]:
 
 
 def further_tensors(config: DecoderConfig, names: Iterable[str]) -> list[str]:
-    """Return the tensors of MTP layers, if the model may have them."""
+    """Return the ``names`` that belong to MTP layers; none if the model cannot have such layers."""
     if config.mtp is None:
         return []
     return [
@@ -159,6 +161,6 @@ def further_tensors(config: DecoderConfig, names: Iterable[str]) -> list[str]:
 
 
 def _layer_of(name: str) -> int:
-    """Return the number of a tensor's layer; -1 for a tensor outside the layers."""
+    """Return the number of the layer that a tensor belongs to; -1 for a tensor of no layer."""
     number = name.removeprefix("model.layers.").partition(".")[0]
     return int(number) if name.startswith("model.layers.") and number.isdigit() else -1

@@ -14,7 +14,7 @@ from .packer import Mixer, Packer
 
 
 class Lightning(Mixer):
-    """Lightning attention of a layer."""
+    """Declared tensors of a layer's lightning attention, and their packing."""
 
     def __init__(self, config: DecoderConfig, index: int, spec: LightningSpec) -> None:
         at, hidden, shape = f"{layer_prefix(index)}self_attn.", config.hidden_size, spec.shape
@@ -53,7 +53,10 @@ RMS_EPS = 1e-6  # eps of the norm within lightning attention, independent of the
 
 
 def slopes(layer: int, num_layers: int, num_heads: int) -> Tensor:
-    """Return how fast each head's state decays, [num_heads] float32: slower in later layers."""
+    """Return the decay rate of each head's state per token, [num_heads] float32.
+
+    The state is multiplied by exp(-rate). Later layers have lower rates.
+    """
     base = 1 / 2 ** (8 / num_heads)
     factor = 1 - layer / (num_layers - 1 + 1e-5) + 1e-5
     return base ** torch.arange(1, num_heads + 1) * factor

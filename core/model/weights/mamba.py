@@ -13,7 +13,7 @@ from .packer import Mixer, Packer, in_order, optional
 
 
 class Mamba2(Mixer):
-    """Mamba-2 of a layer, in place of attention or beside it."""
+    """Declared tensors of a layer's Mamba-2, which is in place of attention or beside it."""
 
     def __init__(self, config: DecoderConfig, index: int, spec: Mamba2Spec) -> None:
         at, hidden, shape = layer_prefix(index) + MAMBA, config.hidden_size, spec.shape
@@ -32,9 +32,10 @@ class Mamba2(Mixer):
 
     @override
     def pack(self, packer: Packer) -> Mamba2Weights:
-        """Read and pack the tensors.
+        """Read the tensors, and pack them for the kernels.
 
-        One stored matrix makes two, and the steps' matrix stays plain.
+        The stored input matrix is packed as two matrices. The matrix with the rows of dt, the step
+        size, is never quantised.
         """
         spec, shape = self._spec, self._spec.shape
         rows, gates, channels = mamba_orders(shape)

@@ -1,4 +1,4 @@
-"""MLPs, single or as experts: their tensors and their packing."""
+"""MLPs and mixtures of experts: their tensors and their packing."""
 
 from __future__ import annotations
 
@@ -22,11 +22,15 @@ from ..description.tensors import (
 )
 from .packer import Packer, in_order, optional
 
-_FUSED = "gate_up_proj"  # gate and up in one matrix, or all experts' in one tensor
+_FUSED = "gate_up_proj"  # name of a tensor with the matrices of gate and up, of one or all experts
 
 
 class Mlp(LayerPart):
-    """An MLP. ``factor``: on its output. ``is_cut``: whether ranks split its inner columns."""
+    """Declared tensors of an MLP, and their packing.
+
+    ``fused``: the files store gate and up as one matrix. ``factor`` is multiplied into the output
+    matrix. ``is_cut``: whether each rank has only a share of the inner columns.
+    """
 
     def __init__(
         self,
@@ -59,7 +63,7 @@ class Mlp(LayerPart):
 
     @classmethod
     def of_layer(cls, config: DecoderConfig, prefix: str, width: int) -> Mlp:
-        """Return the MLP of a layer."""
+        """Return the declared MLP of a layer. ``width``: number of its inner columns."""
         return cls(
             config,
             f"{prefix}mlp.",
@@ -73,16 +77,19 @@ class Mlp(LayerPart):
         )
 
     def pack(self, packer: Packer, comm: Comm | None = None) -> MlpWeights:
-        """Read and pack the tensors. ``comm``: connects the ranks that sum up their outputs."""
+        """Read and pack the tensors.
+
+        ``comm``: connection to the other ranks, if the outputs of all ranks must be summed.
+        """
         first, second = packer.linear(self.gate_up), packer.linear(self.down)
         return MlpWeights(first, second, self._activation, comm)
 
 
 class Experts(LayerPart):
-    """The experts of a layer and their router.
+    """Declared tensors of a layer's experts and their router, and their packing.
 
-    The experts are separate MLPs, or ``stacks``: the matrices of gate and up, the matrices of down,
-    then both biases if there are any.
+    If each expert is stored separately, ``experts`` has an MLP for each. Otherwise ``stacks`` has
+    the tensors that hold all experts: gate and up, down, and for gpt-oss the biases of both.
     """
 
     def __init__(self, config: DecoderConfig, prefix: str, spec: ExpertsSpec) -> None:
@@ -127,15 +134,15 @@ class Experts(LayerPart):
 
     @property
     def first_down(self) -> TensorSpec:
-        """Return the tensor with the first expert's down matrix, which ranks split by columns."""
+        """The tensor with the down matrix of the first expert, or of all experts in a stack."""
         return self.stacks[1] if self.stacks else next(self.experts[0].down.tensors)
 
     def of(self, number: int) -> list[TensorSpec]:
-        """Return the tensors of one expert; empty if all are in stacks."""
+        """Return the tensors of expert ``number``; empty if the experts are stored in stacks."""
         return list(self.experts[number].tensors) if self.experts else []
 
     def pack(self, packer: Packer) -> ExpertWeights:
-        """Read and pack the router, the shared expert and the experts on this rank."""
+        """Read and pack the router, the shared expert, and the experts that this rank has."""
         spec = self._spec
         held = [self.experts[number] for number in spec.numbers] if self.experts else []
         experts = (
@@ -154,14 +161,14 @@ class Experts(LayerPart):
         )
 
     def _stacked(self, packer: Packer) -> tuple[MlpWeights, ...]:
-        """Pack experts whose matrices are stored as one tensor.
+        """Read and pack the experts from tensors that hold all experts.
 
-        gpt-oss stores each matrix transposed, and alternates rows of gate and up.
+        gpt-oss stores each matrix transposed, with alternating rows of gate and up.
         """
         spec, pack = self._spec, packer.ops.pack_linear
-        is_turned = spec.names.stacked != "rows"
+        is_transposed = spec.names.stacked != "rows"
         first, second = (
-            packer.stack(tensor, len(spec.numbers), is_turned=is_turned)
+            packer.stack(tensor, len(spec.numbers), is_transposed=is_transposed)
             for tensor in self.stacks[:2]
         )
         if spec.names.stacked != "gpt-oss":
@@ -180,14 +187,17 @@ class Experts(LayerPart):
 
 
 def _stacks(prefix: str, hidden: int, spec: ExpertsSpec) -> list[TensorSpec]:
-    """Return one tensor of each kind with all experts, in a layout of `ExpertNames.stacked`."""
+    """Return the tensors that hold all experts: gate and up, down, and for gpt-oss their biases.
+
+    Their shapes follow the layout `ExpertNames.stacked`.
+    """
     count, width, stacked = spec.count, spec.width, spec.names.stacked
     shapes: Shapes = {_FUSED: (count, hidden, 2 * width), "down_proj": (count, width, hidden)}
     if stacked == "rows":
         shapes = {_FUSED: (count, 2 * width, hidden), "down_proj": (count, hidden, width)}
-    # gpt-oss alternates rows of gate and up; the other layouts have all rows of gate first.
+    # Rows of gate and up alternate in gpt-oss; in the other layouts all rows of gate come first.
     blocks = (1,) if stacked == "gpt-oss" else (1, 1)
-    middle = (1, 2) if stacked == "rows" else (2, 1)  # axis of the MLP's width in each tensor
+    middle = (1, 2) if stacked == "rows" else (2, 1)  # axis of the inner width in each tensor
     shares: dict[str, Share] = {
         _FUSED: Cut(middle[0], blocks, of_one=0),
         "down_proj": Cut(middle[1], of_one=1),

@@ -28,30 +28,31 @@ from ..formats.checkpoint import Read
 
 _Spec = TypeVar("_Spec")
 _Packed = TypeVar("_Packed")
-_MOST_PARTS = 8  # parts of a packed matrix, each of which is a kernel call
+_MOST_PARTS = 8  # maximum number of parts of a packed matrix: each part costs a kernel call
 
 
 def in_order(weight: Tensor | QuantizedWeight, order: Tensor) -> Tensor | QuantizedWeight:
-    """Return a weight, plain or quantised, with its rows in the given order."""
+    """Return a plain or quantised weight whose row i is row ``order[i]`` of ``weight``."""
     return weight.rows(order) if isinstance(weight, QuantizedWeight) else weight[order]
 
 
 def norm_of(config: DecoderConfig, name: str) -> NormSpec:
-    """Return the norm of the residual stream with this name."""
+    """Return the declaration of the norm on the residual stream whose weight is ``name``."""
     return NormSpec(name, config.hidden_size, config.layer_norm == "bias")
 
 
 def optional(pack: Callable[[_Spec], _Packed], spec: _Spec | None) -> _Packed | None:
-    """Pack a tensor; None if the model lacks it."""
+    """Return ``pack(spec)``, or None if ``spec`` is None, because the model lacks the tensor."""
     return None if spec is None else pack(spec)
 
 
 class Packer:
-    """Packs tensors by their declarations.
+    """Reader that packs the tensors of a model by their declarations.
 
-    ``layout``: page layout. ``comm``: connects the ranks of a model, if there are several.
-    ``keeps_packed``: quantised weights stay as they are stored if the ops have kernels for them.
-    ``linear_specs``: the declaration of each packed linear.
+    ``read`` returns a stored tensor by name. ``layout``: page layout of the KV. ``comm``:
+    connection to the other ranks of a model, if any. ``keeps_packed``: quantised weights stay as
+    they are stored if the backend has kernels for them. ``linear_specs``: the declaration of each
+    packed linear.
     """
 
     def __init__(
@@ -73,7 +74,10 @@ class Packer:
         self.linear_specs: dict[PackedLinear, LinearSpec] = {}
 
     def linear(self, spec: LinearSpec) -> PackedLinear:
-        """Pack a linear's matrices stacked into one, so that one call reads the input once."""
+        """Read the matrices of a linear and pack them stacked as one matrix.
+
+        So a single kernel call computes all of them and reads the input once.
+        """
         factors, order = spec.factors, spec.order
         stored = [self.read(f"{matrix.name}.weight") for matrix in spec.matrices]
         if spec.is_plain:
@@ -90,7 +94,7 @@ class Packer:
         return packed
 
     def norm(self, spec: NormSpec) -> Norm:
-        """Read a norm's weight, and its bias if the model's norms have one."""
+        """Read the weight of a norm on the residual stream, and its bias if it has one."""
         config, offset = self.config, self.config.fold.norm_offset
         weight = self.cast(self.read(spec.name))
         if config.layer_norm != "none" or offset:
@@ -99,32 +103,34 @@ class Packer:
         return Norm(weight, config.norm_eps, bias, config.layer_norm != "none")
 
     def float32(self, tensor: TensorSpec) -> Tensor:
-        """Read a vector in float32, as it is stored."""
+        """Read a tensor and convert it from its stored dtype directly to float32."""
         weight = self.read(tensor.name)
         values = weight if isinstance(weight, Tensor) else weight.dequantize()
         return values.to(self.device).float()
 
     def vector(self, tensor: TensorSpec) -> Tensor:
-        """Read a tensor in the dtype of the activations, whatever it is stored in."""
+        """Read a tensor and convert it to the dtype of the activations."""
         return self.cast(self.read(tensor.name))
 
     def cast(self, weight: StoredWeight) -> Tensor:
-        """Move a weight to the device, in the dtype of the activations."""
-        # The stored bytes move to the device and are cast there: a single call would first make a
-        # copy in the other dtype on the host.
+        """Move a weight to the device and convert it to the dtype of the activations."""
+        # The weight is moved first and converted on the device. A single `to` would first make a
+        # converted copy on the host.
         values = weight if isinstance(weight, Tensor) else weight.dequantize()
         return values.to(self.device).to(self.dtype)
 
     def keeps(self, weight: QuantizedWeight) -> bool:
-        """Whether a weight stays as it is stored."""
+        """Whether a quantised weight stays as it is stored, because the backend has kernels."""
         return weight.kinds <= self._kept
 
     def stacked(
         self, weights: list[StoredWeight], factors: Sequence[float]
     ) -> Tensor | QuantizedWeight:
-        """Stack weights: as stored if the kernels take all of them so, else cast.
+        """Stack the rows of several weights, each multiplied by its factor.
 
-        A factor is rounded only into plain weights: 16-bit scales would lose more precision.
+        The weights stay as they are stored if kernels support all of them and all factors are 1;
+        otherwise they are cast. A factor is never multiplied into the 16-bit scales of a quantised
+        weight, which would lose more precision.
         """
         if any(factor != 1.0 for factor in factors):
             pairs = zip(map(self.cast, weights), factors, strict=True)
@@ -135,16 +141,19 @@ class Packer:
         return torch.cat([self.cast(each) for each in weights])
 
     def _few_parts(self, weight: Tensor | QuantizedWeight) -> Tensor | QuantizedWeight:
-        """Cast a weight whose rows alternate between many parts, which would be a call each."""
+        """Return ``weight``, cast if it has more than `_MOST_PARTS` quantised parts.
+
+        Each part would be a kernel call of its own.
+        """
         is_torn = isinstance(weight, StackedWeight) and len(weight.parts) > _MOST_PARTS
         return self.cast(weight) if is_torn else weight
 
     def table(
         self, weight: StoredWeight, packed: PackedLinear | None, factor: float
     ) -> Tensor | PackedTable:
-        """Return an embedding times ``factor``, packed if its weight stays as it is stored.
+        """Return an embedding times ``factor``; a quantised one that `keeps` allows stays packed.
 
-        ``packed``: the packed weight, if it exists already.
+        ``packed``: the packed form of ``weight``, if it exists already.
         """
         if not (isinstance(weight, QuantizedWeight) and self.keeps(weight)):
             return scaled(self.cast(weight), factor)
@@ -152,21 +161,24 @@ class Packer:
         return self.ops.packed_table(packed, self.dtype, factor)
 
     def stack(
-        self, tensor: TensorSpec, count: int, *, is_turned: bool
+        self, tensor: TensorSpec, count: int, *, is_transposed: bool
     ) -> Iterator[Tensor | QuantizedWeight]:
-        """Yield the matrices ``[out_features, in_features]`` of a stack, one by one."""
+        """Yield the matrices [out_features, in_features] of a stored stack of ``count`` matrices.
+
+        ``is_transposed``: the matrices of a plain stack are stored transposed.
+        """
         found = self.read(tensor.name)
         if isinstance(found, QuantizedStack):
             for each in (found.one(index) for index in range(count)):
                 yield each if self.keeps(each) else self.cast(each)
         else:
             plain = self.cast(found)
-            yield from ((each.T if is_turned else each).contiguous() for each in plain)
+            yield from ((each.T if is_transposed else each).contiguous() for each in plain)
 
 
 class Mixer(LayerPart):
-    """A layer's mixer of the rows of a sequence: attention or a recurrent state."""
+    """Declared tensors of a layer's mixer: attention, or a recurrent layer in its place."""
 
     @abstractmethod
     def pack(self, packer: Packer) -> MixerWeights:
-        """Read and pack the tensors."""
+        """Read the tensors of the mixer, and pack them for the kernels."""

@@ -1,6 +1,6 @@
 """The device: its choice, free memory, CPU features, copies and timing.
 
-Only this folder and the backends use `torch.cuda`; other rooms use this module or an `Ops`.
+Only this folder and the backends use `torch.cuda`; all other code uses this module or an `Ops`.
 """
 
 from __future__ import annotations

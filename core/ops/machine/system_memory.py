@@ -17,7 +17,7 @@ UNKNOWN = 2**40  # bytes, if the system reports no number
 class _Names(NamedTuple):
     """Names of a control group's files in one version of the hierarchy."""
 
-    limit: str  # without a limit it has "max" in version 2, a huge number in version 1
+    limit: str  # file with "max" (version 2) or a huge number (version 1) if there is no limit
     usage: str
     cache: tuple[str, ...]  # fields of memory.stat that count file cache
 
@@ -60,8 +60,8 @@ def _of_machine(root: Path) -> int:
 def _groups(root: Path) -> Iterator[tuple[Path, _Names]]:
     """Yield the folders of this process's control groups and of all their parents, with file names.
 
-    Each may have a limit. In a container the process's own group may be mounted as the top folder.
-    The path that ``proc/self/cgroup`` names then does not exist.
+    Each group may have a limit. In a container, the process's own group may be mounted as the top
+    folder; the path in ``proc/self/cgroup`` then does not exist.
     """
     mount = root / "sys/fs/cgroup"
     for line in _text(root / "proc/self/cgroup").splitlines():

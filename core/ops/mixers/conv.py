@@ -1,4 +1,4 @@
-"""A gated short convolution over rows and earlier ones, as in LFM2 (arXiv 2511.23404)."""
+"""A gated short convolution over a row and the rows before it, as in LFM2 (arXiv 2511.23404)."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 
 class ConvShape(NamedTuple):
-    """Channels of a layer's short convolution, and its taps, the row itself included."""
+    """Number of channels of a layer's short convolution, and of taps, the row itself included."""
 
     channels: int
     conv_len: int
 
     @property
     def state(self) -> StateShape:
-        """Shape of a sequence's state in this layer: the last inputs of the convolution alone."""
+        """Shape of a sequence's state in this layer: only the last inputs of the convolution."""
         return StateShape(0, 0, 0, self.channels, self.conv_len)
 
 
@@ -33,7 +33,7 @@ class ConvWeights(MixerWeights):
     """A gated short convolution, as in LFM2 (arXiv 2511.23404).
 
     A row of ``in_proj`` is b, c and x. The convolution reads ``b * x`` of the row and earlier rows,
-    each rounded to the activations' dtype; its sums times c go through ``out``.
+    each rounded to the activations' dtype; its output times c is the input of ``out``.
     """
 
     in_proj: PackedLinear  # rows: b, c, x

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ..kv_pool import KvPlace
+from ..kv_pool import KvLayer
 from ..weights import FIRST_TABLE, Norm, PackedLinear, Tables
 from .mixer import MixerWeights
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 
 class LatentShape(NamedTuple):
-    """Sizes of latent attention; ``nope_dim`` items of a head's query meet the latent."""
+    """Sizes of latent attention; ``nope_dim``: items of a head's query without RoPE."""
 
-    q_rank: int  # width of the queries' compressed input; 0: queries are made from the stream
+    q_rank: int  # width of the queries' compressed input; 0: queries are computed from the stream
     rank: int  # width of the latent, which a position keeps besides ``rope_dim`` items
     nope_dim: int
-    rope_dim: int  # items of a query and of the key that RoPE turns
+    rope_dim: int  # items of a query and of the key that RoPE rotates
     value_dim: int
 
     @property
@@ -42,19 +42,19 @@ class LatentShape(NamedTuple):
 class LatentWeights(MixerWeights):
     """Multi-head latent attention (arXiv 2405.04434, section 2.1), absorbed.
 
-    A position keeps one row for all heads: its latent, and a key that RoPE has turned. A head's key
-    matrix maps its query to the latent's dimensions, and its value matrix maps the weighted sum of
-    latents to its output; no key or value of a single head is ever made.
+    A position keeps one row for all heads: its latent, and a key after RoPE. A head's key matrix
+    maps its query to the latent's dimensions, and its value matrix maps the weighted sum of latents
+    to its output; keys and values of single heads are never computed.
     """
 
-    down: PackedLinear  # rows: input of the queries, latent, key that RoPE turns
-    q_norm: Norm | None  # None: ``down`` makes the queries themselves
+    down: PackedLinear  # rows: input of the queries, latent, key for RoPE
+    q_norm: Norm | None  # None: ``down`` computes the queries themselves
     q_up: PackedLinear | None  # [num_heads * query_dim, q_rank]
     kv_norm: Norm  # norm of the latent
     keys: tuple[PackedLinear, ...]  # one per head, [rank, nope_dim]
     values: tuple[PackedLinear, ...]  # one per head, [value_dim, rank]
     o: PackedLinear
-    place: KvPlace  # place of the layer's latents
+    kv: KvLayer  # location of the layer's latents in the pool
     shape: LatentShape
     tables: Tables = FIRST_TABLE
 
@@ -66,24 +66,24 @@ class LatentWeights(MixerWeights):
 
     @property
     @override
-    def kv_place(self) -> KvPlace:
-        return self.place
+    def kv_layer(self) -> KvLayer:
+        return self.kv
 
     @override
     def compute(self, ops: Ops, x: Tensor, plan: ForwardPlan) -> Tensor:
-        index = self.place.layer
+        index = self.kv.layer
         q = ops.rope_write(self._rows(ops, x), index, plan, None, self.tables)
         read = ops.attention(q, index, plan, None)
         return ops.linear(_by_head(ops, read, self.values), self.o)
 
     @override
     def write_kv(self, ops: Ops, x: Tensor, plan: ForwardPlan) -> None:
-        ops.rope_write(self._rows(ops, x), self.place.layer, plan, None, self.tables)
+        ops.rope_write(self._rows(ops, x), self.kv.layer, plan, None, self.tables)
 
     def _rows(self, ops: Ops, x: Tensor) -> Tensor:
-        """Return each head's query and the key of rows, ``[T, (num_heads + 1) * key_dim]``.
+        """Return each head's query, then the key, ``[T, (num_heads + 1) * key_dim]``, before RoPE.
 
-        RoPE has not yet turned their last ``rope_dim`` items.
+        RoPE will rotate the last ``rope_dim`` items of each.
         """
         shape, num_heads = self.shape, len(self.keys)
         made = ops.linear(x, self.down)
@@ -92,9 +92,9 @@ class LatentWeights(MixerWeights):
             assert self.q_norm is not None
             q = ops.linear(ops.norm(q.contiguous(), self.q_norm), self.q_up)
         by_head = q.view(len(q), num_heads, -1)
-        nope, turning = torch.split(by_head, [shape.nope_dim, shape.rope_dim], dim=2)
-        met = _by_head(ops, nope.flatten(1), self.keys).view(len(q), num_heads, -1)
-        queries = torch.cat((met, turning), dim=2).flatten(1)
+        nope, rotary = torch.split(by_head, [shape.nope_dim, shape.rope_dim], dim=2)
+        absorbed = _by_head(ops, nope.flatten(1), self.keys).view(len(q), num_heads, -1)
+        queries = torch.cat((absorbed, rotary), dim=2).flatten(1)
         return torch.cat((queries, ops.norm(latent.contiguous(), self.kv_norm), key), dim=1)
 
 

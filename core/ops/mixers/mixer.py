@@ -1,4 +1,4 @@
-"""MixerWeights: what every mixer says about itself."""
+"""MixerWeights: the base class of all mixers."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from ..weights import PackedLinear
 
 if TYPE_CHECKING:
     from ..base import ForwardPlan, Ops
-    from ..kv_pool import KvPlace
+    from ..kv_pool import KvLayer
     from ..parallel import Comm
 
 
 class MixerWeights(ABC):
     """A layer's mixer of the rows of a sequence: weights in a backend's layout.
 
-    `compute` is made up of operations of `Ops`, so a backend runs a mixer that it does not know.
+    `compute` consists of operations of `Ops`, so every backend can run every mixer.
     """
 
     __slots__ = ()
@@ -28,8 +28,8 @@ class MixerWeights(ABC):
     def linears(self) -> tuple[PackedLinear, ...]:
         """Every packed matrix that may be quantised.
 
-        The first one reads the mixer's input and the last one makes its output; adapters may change
-        these two.
+        The first one reads the mixer's input and the last one computes its output; adapters may
+        change these two.
         """
 
     @abstractmethod
@@ -37,8 +37,8 @@ class MixerWeights(ABC):
         """Return what rows ``[T, hidden]`` add to the residual stream, ``[T, hidden]``."""
 
     @property
-    def kv_place(self) -> KvPlace | None:
-        """Place of the layer's keys in the pages, or None for a mixer without keys."""
+    def kv_layer(self) -> KvLayer | None:
+        """Location of the layer's keys in the pool, or None for a mixer without keys."""
         return None
 
     @property
@@ -62,7 +62,7 @@ class MixerWeights(ABC):
 def linear_of_ranks(ops: Ops, x: Tensor, weight: PackedLinear, comm: Comm | None) -> Tensor:
     """Compute ``[T, in_features] -> [T, out_features]``, summed over ranks if there is a ``comm``.
 
-    Each rank then has some of the columns. Its products are float32, so that only the sum is
+    Each rank then has some of the columns. A rank's output is float32, so that only the sum is
     rounded.
     """
     if comm is None:

@@ -58,10 +58,10 @@ class RecurrentShape(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class RecurrentWeights(MixerWeights):
-    """Weights of a mixer whose rows read and advance a state; each subclass is a rule.
+    """Weights of a mixer whose rows read and advance a state; each subclass is an update rule.
 
     A row's q, k and v from ``in_proj`` go through a short convolution and silu. The rest of the
-    row, z, gates the state's output, which goes through ``out``.
+    row, z, gates the state's output, which is the input of ``out``.
     """
 
     rule: ClassVar[Rule]
@@ -76,7 +76,7 @@ class RecurrentWeights(MixerWeights):
     skip: Tensor | None = None  # [num_value_heads] float32
     norm: Tensor | None  # float32
     norm_eps: float
-    num_norms: int = 0  # equal parts of an output row with a norm each; 0: the rule says
+    num_norms: int = 0  # equal parts of an output row with a norm each; 0: none, or per head
     out: PackedLinear
     shape: RecurrentShape
     layer: int  # index in the pass's `StatePool`

@@ -42,7 +42,7 @@ from .recipe import (
     Variant,
     add_sources,
     compile_library,
-    is_whole,
+    is_intact,
     packaged_name,
     seal,
     sources,
@@ -157,7 +157,7 @@ def _load_packaged(variant: Variant) -> ctypes.CDLL:
     Raises `NativeBuildError` for a damaged library, `OSError` for one of another system.
     """
     packaged = FOLDER / packaged_name(variant)
-    if not is_whole(packaged):
+    if not is_intact(packaged):
         raise NativeBuildError(f"{packaged.name} is damaged")
     return ctypes.CDLL(str(packaged))
 
@@ -182,7 +182,7 @@ def load_host() -> ctypes.PyDLL:
     `NativeBuildError` or `OSError`.
     """
     packaged = FOLDER / packaged_name("scalar")
-    if is_whole(packaged) and not os.environ.get("CC"):
+    if is_intact(packaged) and not os.environ.get("CC"):
         return ctypes.PyDLL(str(packaged))
     files = [path for path in sources() if path.parent.name == "host" or path.name == "common.h"]
     return ctypes.PyDLL(str(_built("host", (*FLAGS, *WARNINGS), files)))
@@ -201,8 +201,8 @@ def _built(name: str, flags: Sequence[str], files: Sequence[Path]) -> Path:
 
 
 def _may_load(library: Path) -> bool:
-    """Whether a compiled library exists, is whole, and cannot have been written by other users."""
-    return is_whole(library) and not whoever_writes(library)
+    """Whether a compiled library exists, is intact, and cannot have been written by other users."""
+    return is_intact(library) and not whoever_writes(library)
 
 
 def variant_flags(variant: Variant) -> tuple[str, ...]:
@@ -232,7 +232,7 @@ def _compile(command: list[str], files: Sequence[Path], target: Path) -> None:
 
     Raises `OSError` if the folder cannot be written, `NativeBuildError` if the compiler fails.
     """
-    with _alone(target.parent), tempfile.TemporaryDirectory(dir=target.parent) as folder:
+    with _locked(target.parent), tempfile.TemporaryDirectory(dir=target.parent) as folder:
         if _may_load(target):
             return
         if target.exists():
@@ -240,14 +240,16 @@ def _compile(command: list[str], files: Sequence[Path], target: Path) -> None:
             logger.warning("%s: compiling it again", why)
         output = Path(folder) / target.name
         logger.info("compiling %s, once for this version and CPU", target)
-        compile_library(files, output, _told(command, sum(file.suffix == ".c" for file in files)))
+        compile_library(
+            files, output, _reporting(command, sum(file.suffix == ".c" for file in files))
+        )
         seal(output)
         output.chmod(0o755)  # the group may not write it, whatever the umask is
         output.replace(target)
 
 
-def _told(command: list[str], num_files: int) -> Callable[[Sequence[str]], None]:
-    """Return a function that runs ``command`` with the given arguments and reports progress."""
+def _reporting(command: list[str], num_files: int) -> Callable[[Sequence[str]], None]:
+    """Return a function that runs ``command`` with its arguments and reports the progress."""
     tell, done = on_progress.get(), count(1)
     tell(COMPILING, 0.0)
 
@@ -259,8 +261,8 @@ def _told(command: list[str], num_files: int) -> Callable[[Sequence[str]], None]
 
 
 @contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Lock the folder, so that one process at a time builds in it. A lock ends with its process."""
+def _locked(folder: Path) -> Iterator[None]:
+    """Lock the folder, so that one process at a time builds in it; the system ends stale locks."""
     held = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(held, fcntl.LOCK_EX)

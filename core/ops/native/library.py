@@ -64,13 +64,13 @@ class NativeLibrary:
 def native_library(variant: Variant | None = None) -> NativeLibrary | None:
     """Return the kernels, built on first use, or None (and log why) if they are unavailable.
 
-    Without a ``variant`` they are `SETTING`'s, else the fastest that the machine can run and
-    compile, but never "scalar".
+    Without a ``variant``, the variant is the one that `SETTING` names, else the fastest that the
+    machine can run and compile, but never "scalar".
     """
     try:
         candidates = (variant,) if variant else engine_variants()
     except NativeBuildError as error:
-        _say_why(str(error))
+        _warn_unavailable(str(error))
         return None
     for candidate in candidates:
         try:
@@ -78,7 +78,7 @@ def native_library(variant: Variant | None = None) -> NativeLibrary | None:
         except (NativeBuildError, OSError) as error:  # an old compiler may not support the CPU
             reason = str(error)
             logger.info("the native kernels for %s cannot be built: %s", candidate, reason)
-    _say_why(reason)
+    _warn_unavailable(reason)
     return None
 
 
@@ -93,5 +93,5 @@ def _load(variant: Variant) -> NativeLibrary:
 
 
 @cache
-def _say_why(reason: str) -> None:
+def _warn_unavailable(reason: str) -> None:
     logger.warning("the native kernels are not available, using PyTorch instead: %s", reason)

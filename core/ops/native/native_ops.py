@@ -33,7 +33,7 @@ from ..weights import (
 from .library import DTYPES, NativeLibrary
 from .sampler import NativeSampler
 from .step import NativeStep
-from .structs.declared import activation_struct, norm_struct, rule_struct, turn_struct
+from .structs.declared import activation_struct, norm_struct, rope_struct, rule_struct
 from .structs.experts import experts_struct
 from .structs.linear import (
     NativeLinear,
@@ -89,7 +89,7 @@ class NativeOps(Ops, RoughOps):
         self.library.set_threads(count)
 
     def compile_forward(self, weights: DecoderWeights) -> NativeStep | None:
-        """Return a `NativeStep`; None with ``joined`` inputs or a mixer that step.c lacks."""
+        """Return a `NativeStep`, or None if step.c lacks a mixer or the weights have ``joined``."""
         mixers = (mixer for layer in weights.layers for mixer in layer.mixers)
         if weights.joined is not None or not all(map(is_compiled, mixers)):
             return None
@@ -179,8 +179,8 @@ class NativeOps(Ops, RoughOps):
 
     def plan(self, batch: RaggedBatch, pool: KVPool, heads: HeadLayout, *ropes: Rope) -> NativePlan:
         """Return the structs that the kernels read."""
-        turns = [rope.rows(batch.positions, batch.turn_stop) for rope in ropes]
-        return NativePlan(batch, pool, heads, turns)
+        tables = [rope.rows(batch.positions, batch.rope_stop) for rope in ropes]
+        return NativePlan(batch, pool, heads, tables)
 
     @override
     def rope_write(
@@ -194,9 +194,9 @@ class NativeOps(Ops, RoughOps):
         assert isinstance(plan, NativePlan)
         qkv = qkv.contiguous()
         q = qkv.new_empty((len(qkv), plan.heads.num_heads * plan.heads.head_dim))
-        turn = turn_struct(norm, tables, writes=qkv.shape[1] > q.shape[1])
+        rope = rope_struct(norm, tables, writes=qkv.shape[1] > q.shape[1])
         self.library.c.ft_rope_write(
-            qkv.data_ptr(), q.data_ptr(), *plan.pointers, layer, ctypes.byref(turn)
+            qkv.data_ptr(), q.data_ptr(), *plan.pointers, layer, ctypes.byref(rope)
         )
         return q
 

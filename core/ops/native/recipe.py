@@ -1,4 +1,4 @@
-"""The build of the C kernels, and a check that a compiled library is whole.
+"""The build of the C kernels, and a check that a compiled library is intact.
 
 This module needs only the standard library and no other file of foretoken: a release loads it by
 its path to compile the kernels of the wheel for Linux on x86-64. A container image does this with
@@ -114,7 +114,7 @@ def seal(library: Path) -> None:
         file.write(hashlib.sha256(content).digest())
 
 
-def is_whole(library: Path) -> bool:
+def is_intact(library: Path) -> bool:
     """Whether a sealed library exists and is unchanged. A truncated one could crash."""
     try:
         content = library.read_bytes()

@@ -46,7 +46,7 @@ class NativeRowPasses:
         self._library, self._page_size = library, pool.page_size
         self._vocab_size = vocab_size
         hashes = vocabulary_hashes(self._vocab_size, HOST)
-        self._lent = (decoder, pool, hashes)  # kept alive while C may read them
+        self._kept_alive = (decoder, pool, hashes)  # C may read them
         self._first = (decoder, cap)
         self._hashes_at = hashes.data_ptr()
         self._structs = [
@@ -55,7 +55,7 @@ class NativeRowPasses:
         ]
         self._ropes = [ropes for _, ropes in parts]
         self._tables: list[list[Tensor]] = []  # cos tables, then sin tables of each part
-        self._reach = 0  # number of positions in the tables
+        self._num_positions = 0  # number of positions in the tables
         self._parts: object = None
 
     def best(
@@ -71,11 +71,11 @@ class NativeRowPasses:
         batch = (parts, len(self._structs), layout.buffer_info()[0], max_pages, self._hashes_at)
         return Walks.of(rows, self._vocab_size).best(
             num_best,
-            lambda *places: int(self._library.c.ft_row_pass(*self._first, *batch, *places)),
+            lambda *arguments: int(self._library.c.ft_row_pass(*self._first, *batch, *arguments)),
         )
 
     def _layout(self, segments: Sequence[Segment]) -> tuple[array[int], int]:
-        """Return the rows as step.c reads them, and the greatest number of pages of a row."""
+        """Return the rows as step.c's ``layout``, and the greatest number of pages of a row."""
         layout, max_pages = array("q"), 0
         for segment in segments:
             num_tails = len(segment.tail)
@@ -88,10 +88,10 @@ class NativeRowPasses:
 
     def _parts_up_to(self, stop: int) -> object:
         """Return the parts as structs whose tables have all positions below ``stop``."""
-        if stop > self._reach:
+        if stop > self._num_positions:
             pairs = [[rope.table(stop) for rope in ropes] for ropes in self._ropes]
             self._tables = [[cos for cos, _ in each] + [sin for _, sin in each] for each in pairs]
-            self._reach = min(len(table) for tables in self._tables for table in tables)
+            self._num_positions = min(len(table) for tables in self._tables for table in tables)
             parts = map(_part, self._structs, self._tables)
             self._parts = (STRUCTS.ft_row_part * len(pairs))(*parts)
         return self._parts

@@ -98,7 +98,7 @@ class NativeSampler(Sampler):
         hashes = vocabulary_hashes(width, HOST) if draft_vocab is None else draft_vocab.hashes
         first = (logits.data_ptr(), width, hashes.data_ptr())
         found = Walks.of(rows, vocab_size).best(
-            num_best, lambda *places: int(self._library.c.ft_best(*first, *places))
+            num_best, lambda *arguments: int(self._library.c.ft_best(*first, *arguments))
         )
         if draft_vocab is None:
             return found
@@ -123,7 +123,7 @@ def _next_nodes(
 
 
 class Walks:
-    """Walks through the requests' drafts, for one call of a kernel; each decides some tokens.
+    """Walks through the requests' drafts, for one call of a kernel; a walk chooses tokens.
 
     ``vocab_size``: size of the vocabulary that the requests' parameters refer to.
     """
@@ -204,7 +204,7 @@ class Walks:
             _at(tokens), _at(counts),
         )  # fmt: skip
         if failed:
-            raise MemoryError("no memory to choose tokens in")
+            raise MemoryError("no memory for choosing tokens")
         chosen = tokens.tolist()
         spans = zip(self._firsts, counts, strict=True)
         return [
@@ -226,7 +226,7 @@ class Walks:
             _at(tokens), _at(scores), _at(counts),
         )  # fmt: skip
         if failed:
-            raise MemoryError("no memory to choose tokens in")
+            raise MemoryError("no memory for choosing tokens")
         found = []
         for index, count in enumerate(counts):
             span = slice(index * num_best, index * num_best + count)

@@ -45,9 +45,9 @@ class NativeStep:
     def __init__(self, library: NativeLibrary, weights: DecoderWeights) -> None:
         self._library = library
         self._weights = weights  # kept alive while the structs point into it
-        self._mixers: list[NativeMixer] = []  # kept alive as well
-        # Each layer has four linears that adapters may change.
-        self._places: list[PackedLinear | None] = []
+        self._mixers: list[NativeMixer] = []  # kept alive, too: the structs point into them
+        # Linears that adapters may change, four per layer; None: the layer does not have it.
+        self._adaptable: list[PackedLinear | None] = []
         self._updates: WeakKeyDictionary[LoraWeights, Updates] = WeakKeyDictionary()
         layers = (STRUCTS.ft_layer * len(weights.layers))(*map(self._layer, weights.layers))
         mlps = [layer.mlp for layer in weights.layers if isinstance(layer.mlp, MlpWeights)]
@@ -65,7 +65,7 @@ class NativeStep:
             read=max((mixer.read for mixer in self._mixers), default=0),
             **_table(weights.embedding),
         )
-        self._has_states = any(mixer.lends is not None for mixer in self._mixers)
+        self._has_states = any(mixer.owner is not None for mixer in self._mixers)
         self._vocab_size = native(weights.lm_head).out_features
 
     def _layer(self, layer: LayerWeights) -> Structure:
@@ -83,15 +83,15 @@ class NativeStep:
         if layer.mixer is not None:
             struct.mixer = self._mixer(layer.mixer)
             first, second = layer.mixer.linears[0], layer.mixer.linears[-1]
-        if layer.beside is not None:
-            struct.beside = self._mixer(layer.beside)
+        if layer.second_mixer is not None:
+            struct.second_mixer = self._mixer(layer.second_mixer)
         if isinstance(layer.mlp, ExpertWeights):
             struct.experts = ctypes.pointer(experts_struct(layer.mlp))
         elif layer.mlp is not None:
             gate_up, down = layer.mlp.linears
             struct.gate_up, struct.down = linear_pointer(gate_up), linear_pointer(down)
             struct.activation = activation_struct(layer.mlp.activation)
-        self._places += (first, second, gate_up, down)
+        self._adaptable += (first, second, gate_up, down)
         return struct
 
     def _mixer(self, weights: MixerWeights) -> Structure:
@@ -108,11 +108,11 @@ class NativeStep:
     ) -> LayersOutput:
         """Compute token ids ``[T]`` and write their KV to the pool. Raises MemoryError.
 
-        Capped logits are left to `Ops.logits`, whose tanh has other bits than the C kernel's.
+        Logits with a cap are not computed: the tanh of `Ops.logits` rounds differently.
         """
         native_plans = [plan for plan in plans if isinstance(plan, NativePlan)]
         assert len(native_plans) == len(plans)
-        # The kernels of recurrent layers read the states.
+        # The kernels of recurrent layers read the pass's states.
         assert native_plans[0].states is not None or not self._has_states
         plan = native_plans[0]
         parts = (STRUCTS.ft_part * len(plans))(*(each.part for each in native_plans))
@@ -128,7 +128,7 @@ class NativeStep:
         logits = None
         if self._weights.logit_cap is None and not wanted.hidden_alone:
             logits = torch.empty((plan.num_logits, self._vocab_size), dtype=torch.float32)
-        wanted.tell_started()
+        wanted.notify_started()
         failed = self._library.c.ft_forward(
             ctypes.byref(self._struct), token_ids.data_ptr(), _address(given),
             0 if vectors is None else len(vectors), _address(vectors), parts, len(parts),
@@ -141,9 +141,9 @@ class NativeStep:
         return LayersOutput(out, logits=logits, taps=tapped)
 
     def _updates_of(self, weights: LoraWeights) -> Updates:
-        """Return an adapter's updates of all places, made at its first use."""
+        """Return an adapter's updates of all adaptable linears, made at its first use."""
         if weights not in self._updates:
-            self._updates[weights] = updates_of(weights, self._places)
+            self._updates[weights] = updates_of(weights, self._adaptable)
         return self._updates[weights]
 
     def row_passes(
@@ -151,7 +151,7 @@ class NativeStep:
     ) -> NativeRowPasses | None:
         """Return passes over a pool, with heads and RoPE tables of each of its parts.
 
-        Returns None for a decoder with recurrent layers: such passes have no states.
+        Returns None for a decoder with recurrent layers: these passes have no recurrent states.
         """
         if self._has_states:
             return None
@@ -186,13 +186,13 @@ def _extras(extras: Gemma4Extras | None) -> ctypes._Pointer[Structure] | None:
     if extras is None:
         return None
     struct = STRUCTS.ft_extras(out_norm=norm_pointer(extras.out_norm))
-    if (beside := extras.beside) is not None:
-        struct.beside = STRUCTS.ft_beside(
-            experts=ctypes.pointer(experts_struct(beside.experts)),
-            norm=norm_pointer(beside.norm),
-            router_norm=norm_pointer(beside.router_norm),
-            out_norm=norm_pointer(beside.out_norm),
-            mlp_out_norm=norm_pointer(beside.mlp_out_norm),
+    if (parallel := extras.experts) is not None:
+        struct.experts = STRUCTS.ft_parallel_experts(
+            experts=ctypes.pointer(experts_struct(parallel.experts)),
+            norm=norm_pointer(parallel.norm),
+            router_norm=norm_pointer(parallel.router_norm),
+            out_norm=norm_pointer(parallel.out_norm),
+            mlp_out_norm=norm_pointer(parallel.mlp_out_norm),
         )
     if (inputs := extras.token_input) is not None:
         struct.token_input = STRUCTS.ft_token_input(

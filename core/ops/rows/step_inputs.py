@@ -1,7 +1,7 @@
 """The rows of a step as arrays, laid out in C from a `RowTable`.
 
-`core.ops.batch.build_batch` defines the results; it also serves what a `RowTable` does not, and
-machines without the C library.
+`core.ops.batch.build_batch` defines the results. It is used for requests that a `RowTable` does not
+support, and on machines without the C library.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 from ..batch import DeviceTokens, RaggedBatch, padded_rows
 from ..native.build import NativeBuildError, load_host
-from ..native.declarations import STRUCTS, signatures
+from ..native.declarations import STRUCTS, address_of, signatures
 from .row_table import RowTable
 
 logger = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 def rows_library() -> ctypes.PyDLL | None:
     """Return the functions of kernels/host, or None if they cannot be built on this machine.
 
-    Calls keep the GIL: they take microseconds, and taking it back from another thread may take
+    Calls keep the GIL: they take microseconds, while reacquiring it from another thread may take
     milliseconds.
     """
     try:
@@ -57,10 +57,11 @@ def lay_out(
     num_rows, num_logits, num_segments, max_tails = sizes
     num_fixed = 2 * num_rows + num_logits + 5 * num_segments + max_tails
     numbers = np.empty(num_fixed + rows.max_pages, np.int64)
+    records = array("q", rows.records)
     num_pages = library.ft_lay_out(
-        STRUCTS.ft_requested.from_address(_at(rows.records)), rows.num_requests, rows.page_size,
+        STRUCTS.ft_requested.from_address(_at(records)), rows.num_requests, rows.page_size,
         _at(rows.page_ids), _at(rows.spare_page_ids), _at(rows.parents),
-        numbers.ctypes.data, *sizes,
+        address_of(numbers), *sizes,
     )  # fmt: skip
     if num_pages < 0:
         raise ValueError("a row of the step has no page")

@@ -1,1 +1,1 @@
-"""The operations in torch: the oracle of the other backends."""
+"""The operations in torch: the reference for the other backends."""

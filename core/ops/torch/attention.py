@@ -147,7 +147,7 @@ def _weigh(scores: Tensor, max_score: Tensor, block: Block) -> Tensor:
 
 
 def _masked(scores: Tensor, block: Block, mask: Tensor) -> Tensor:
-    """View the scores of sequences with hidden keys.
+    """Return a view of ``scores`` without the first sequences, which have no hidden keys.
 
     The view is ``[count, num_kv_heads, num_rows, group, width]``.
     """

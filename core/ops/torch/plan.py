@@ -22,7 +22,7 @@ from ..weights import HeadLayout
 BLOCK = 256  # positions
 
 # Widths of a last block. Cutting off hidden keys changes no bit of a sum at widths up to 128 in
-# steps of 32; between 128 and 256, float32 bmm splits the sum at another place (measured).
+# steps of 32; between 128 and 256, float32 bmm splits the sum elsewhere (measured).
 _SHORT_WIDTHS = (32, 64, 96, 128)
 HIDDEN = -1e30  # finite, so that a block that a row does not see yields no NaN
 _GROUP_COST = 6000  # scores that can be computed in the time of one more group, per block
@@ -35,7 +35,7 @@ class TailRows:
 
     rows: Tensor  # [n] indices of the block's rows
     blocks: Tensor  # [n] the pool's blocks of layer 0 with the rows
-    offsets: Tensor  # [n] places in the pool's blocks
+    offsets: Tensor  # [n] offsets in these blocks
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,7 +63,8 @@ class Group:
     rows: IntArray  # [n, num_rows] rows of the batch; the last is repeated as padding
     q_rows: Tensor  # [n * num_kv_heads * num_rows] into q as [T * num_kv_heads, group * head_dim]
     q_positions: Tensor  # [n, num_rows]
-    q_reaches: Tensor  # [n, num_rows] first position that a row does not see, in mutual layers
+    # [n, num_rows] end of the positions that a row sees; rows of one image see each other
+    q_reaches: Tensor
 
 
 class TorchPlan:
@@ -78,7 +79,7 @@ class TorchPlan:
         *,
         pad_rows: bool,
     ) -> None:
-        """Compute the indices; ``tables``: cos and sin ``[T, turned_dim / 2]`` of each table.
+        """Compute the indices; ``tables``: cos and sin ``[T, rope_dim / 2]`` of each table.
 
         ``pad_rows``: pad groups so that float32 bmm rounds every row alike.
         """
@@ -214,7 +215,7 @@ class TorchPlan:
         )
 
     def _width(self, length: int, size: int) -> int:
-        """Return the number of positions to read of a block that has only ``length`` ones."""
+        """Return the number of positions to read of a block that has only ``length`` positions."""
         page_size = self._pool.page_size
         fitting = (w for w in _SHORT_WIDTHS if length <= w < size and w % page_size == 0)
         return next(fitting, size)
@@ -244,7 +245,11 @@ class TorchPlan:
         return self._to((keys + kinds * len(stops) * num_kv_heads * width).ravel())
 
     def _tail_rows(self, members: IntArray, lo: int, width: int) -> TailRows | None:
-        """Return the keys and values of a block that are in tails, or None if there are none."""
+        """Return where the keys and values of draft nodes beside the trunk are, for one key block.
+
+        They are not in the page table but in slots of spare pages (`RaggedBatch.tails`). Returns
+        None if the ``width`` positions from ``lo`` on have no such slot.
+        """
         batch, pool = self.batch, self._pool
         positions = np.arange(lo, lo + width)
         offsets = positions - batch.tail_from[members, None]

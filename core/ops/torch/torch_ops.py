@@ -154,7 +154,7 @@ class TorchOps(Ops):
 
     def plan(self, batch: RaggedBatch, pool: KVPool, heads: HeadLayout, *ropes: Rope) -> TorchPlan:
         """Return the row indices of every gather and scatter of the pass."""
-        tables = [rope.rows(batch.positions, batch.turn_stop) for rope in ropes]
+        tables = [rope.rows(batch.positions, batch.rope_stop) for rope in ropes]
         return TorchPlan(batch, pool, heads, tables, pad_rows=self.exact != "off")
 
     @override
@@ -172,7 +172,7 @@ class TorchOps(Ops):
         if heads.rank:
             return _write_latents(qkv, layer, plan, tables)
         turning = qkv[:, : heads.num_heads + heads.num_kv_heads].float()
-        if norm is not None and not norm.is_behind:
+        if norm is not None and not norm.is_after_rope:
             turning = _normed_heads(turning, norm, heads.num_heads)
         if tables.queries == tables.keys:
             turned = _rotate(turning, *plan.tables[tables.keys])
@@ -180,7 +180,7 @@ class TorchOps(Ops):
             parts = turning.tensor_split([heads.num_heads], dim=1)
             pairs = zip(parts, tables, strict=True)
             turned = torch.cat([_rotate(part, *plan.tables[table]) for part, table in pairs], dim=1)
-        if norm is not None and norm.is_behind:
+        if norm is not None and norm.is_after_rope:
             turned = _normed_heads(turned, norm, heads.num_heads)
         q, keys = turned[:, : heads.num_heads], turned[:, heads.num_heads :]
         if keys.shape[1]:
@@ -210,7 +210,7 @@ class TorchOps(Ops):
         gate, factor = x.chunk(2, dim=-1) if activation.gated else (x, None)
         wide = gate.float()
         # F.silu and F.gelu round the tail of a vector unlike its body, so that a value depends on
-        # its place; exp, add and divide do not.
+        # its index; exp, add and divide do not.
         if activation.kind == "clamped_swiglu":
             assert factor is not None
             wide = wide.clamp(max=activation.limit)
@@ -284,7 +284,7 @@ def _write_latents(rows: Tensor, layer: int, plan: TorchPlan, tables: Tables) ->
     ``rows``: [T, num_heads + 1, head_dim]. Returns scaled queries ``[T, num_heads * head_dim]``.
     """
     heads = plan.heads
-    still, turning = torch.split(rows.float(), [heads.rank, heads.turned_dim], dim=2)
+    still, turning = torch.split(rows.float(), [heads.rank, heads.rope_dim], dim=2)
     queries = _rotate(turning[:, : heads.num_heads], *plan.tables[tables.queries])
     key = _rotate(turning[:, heads.num_heads :], *plan.tables[tables.keys])
     turned = torch.cat((still, torch.cat((queries, key), dim=1)), dim=2)

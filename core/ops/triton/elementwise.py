@@ -91,7 +91,7 @@ def rope_write_kernel(
     CODEC: tl.constexpr,
     HAS_NORM: tl.constexpr,
     IS_WHOLE: tl.constexpr,  # whether the norm is over all heads of a kind together
-    IS_BEHIND: tl.constexpr,  # whether the norm, per head, is after RoPE
+    IS_AFTER_ROPE: tl.constexpr,  # whether the norm, per head, is after RoPE
     IS_CHAINED: tl.constexpr,
 ):
     """Process one head of a row: norm and rotate queries and keys, store keys and values."""
@@ -106,7 +106,7 @@ def rope_write_kernel(
     x = tl.load(at + dims).to(tl.float32)
     if head < NUM_HEADS + NUM_KV_HEADS:
         swapped = tl.load(at + (dims + HALF) % HEAD_DIM).to(tl.float32)
-        if HAS_NORM and not IS_BEHIND:
+        if HAS_NORM and not IS_AFTER_ROPE:
             factor = norm_factor(x, at, head, eps, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, IS_WHOLE)
             x = x * factor * tl.load(norm_ptr + head * HEAD_DIM + dims).to(tl.float32)
             other = tl.load(norm_ptr + head * HEAD_DIM + (dims + HALF) % HEAD_DIM).to(tl.float32)
@@ -117,7 +117,7 @@ def rope_write_kernel(
         else:
             cos, sin = tl.load(k_cos_ptr + turn), tl.load(k_sin_ptr + turn)
         x = x * cos + tl.where(dims < HALF, -swapped, swapped) * sin
-        if HAS_NORM and IS_BEHIND:
+        if HAS_NORM and IS_AFTER_ROPE:
             factor = norm_factor(x, at, head, eps, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, False)
             x = x * factor * tl.load(norm_ptr + head * HEAD_DIM + dims).to(tl.float32)
     if head < NUM_HEADS:

@@ -9,9 +9,10 @@ copy.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,11 +20,20 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..machine.device import make_event
+from ..native.declarations import address_of
 
-HostFields: TypeAlias = Mapping[str, NDArray[Any]]
 NUM_BUFFERS = 2  # launches under way at once; the third reuses the first one's block
 _ALIGN = 16  # bytes; kernels assume this alignment of arguments
-_LEAST_WORDS = 512  # least size of a reply, so that torch can reuse blocks of one size
+_LEAST_WORDS = 512  # least size of a host copy, so that torch can reuse blocks of one size
+
+
+class HostFields(dict[str, NDArray[Any]]):
+    """The fields of a host block by name."""
+
+    @cached_property
+    def addresses(self) -> dict[str, int]:
+        """Address of each field, which never changes."""
+        return {name: address_of(field) for name, field in self.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +59,7 @@ class GraphInputs:
         offsets, size = _offsets(fields)
         self._block = torch.zeros(size, dtype=torch.uint8, device=device)
         self._hosts = [_Host(fields, device) for _ in range(num_hosts)]
-        self._turn = 0  # index of the host block that is written next
+        self._next = 0  # index of the host block that is written next
         self._last = (offsets[-1], fields[-1].dtype.itemsize)
         self.device = _views(self._block, fields)
 
@@ -58,10 +68,10 @@ class GraphInputs:
 
         Waits until an earlier copy of the block has ended.
         """
-        host = self._hosts[self._turn]
-        if host.is_lent:
+        host = self._hosts[self._next]
+        if host.is_copying:
             host.event.synchronize()
-        host.is_lent = False
+        host.is_copying = False
         return host.fields
 
     def upload(self, num_last: int | None = None) -> None:
@@ -69,12 +79,12 @@ class GraphInputs:
 
         ``num_last``: how many numbers of the last field to copy; None: all.
         """
-        host, (at, itemsize) = self._hosts[self._turn], self._last
+        host, (at, itemsize) = self._hosts[self._next], self._last
         stop = len(host.block) if num_last is None else at + num_last * itemsize
         self._block[:stop].copy_(host.block[:stop], non_blocking=True)
         host.event.record()
-        host.is_lent = True
-        self._turn = (self._turn + 1) % len(self._hosts)
+        host.is_copying = True
+        self._next = (self._next + 1) % len(self._hosts)
 
 
 class _Host:
@@ -83,9 +93,10 @@ class _Host:
     def __init__(self, fields: Sequence[Field], device: torch.device) -> None:
         size = _offsets(fields)[1]
         self.block = _host_memory(size, torch.uint8, device)
-        self.fields: HostFields = {n: v.numpy() for n, v in _views(self.block, fields).items()}
+        views = _views(self.block, fields)
+        self.fields = HostFields({name: view.numpy() for name, view in views.items()})
         self.event = make_event(device)
-        self.is_lent = False  # whether a copy of the block may still run
+        self.is_copying = False  # whether a copy of the block may still run
 
 
 class AsyncCopy:

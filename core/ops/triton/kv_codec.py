@@ -34,14 +34,14 @@ def to_numbers(x, CODEC: tl.constexpr):
 
 @triton.jit
 def store_vector(
-    x, kv_ptr, scales_ptr, block, place,
+    x, kv_ptr, scales_ptr, block, offset,
     HEAD_DIM: tl.constexpr, NUM_ITEMS: tl.constexpr, SCALES_AT: tl.constexpr, CODEC: tl.constexpr,
 ):  # fmt: skip
-    """Store a head's key or value, float32 [HEAD_DIM], at a place of a block."""
-    items_at = block * NUM_ITEMS + place * HEAD_DIM + tl.arange(0, HEAD_DIM)
+    """Store a head's key or value, float32 [HEAD_DIM], as vector ``offset`` of a block."""
+    items_at = block * NUM_ITEMS + offset * HEAD_DIM + tl.arange(0, HEAD_DIM)
     if CODEC != "auto":
         x, scale = to_numbers(x, CODEC)
-        tl.store(scales_ptr + (block * NUM_ITEMS + SCALES_AT) // 4 + place, scale)
+        tl.store(scales_ptr + (block * NUM_ITEMS + SCALES_AT) // 4 + offset, scale)
     tl.store(kv_ptr + items_at, x.to(kv_ptr.dtype.element_ty))
 
 

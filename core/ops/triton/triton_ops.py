@@ -44,7 +44,7 @@ from .graph.step import TritonStep
 from .linear.experts import ExpertTables, run_experts
 from .linear.lora import TritonLora, add_triton_lora, pack_triton_lora
 from .linear.tiled_linear import TiledLinear, pack_tiled, rough_copy, tiled_linear
-from .recurrent.pass_states import move_on
+from .recurrent.pass_states import record_positions
 from .recurrent.recur import gated_norm, recur
 from .recurrent.short_conv import short_conv
 from .sampling.sampler import TritonSampler
@@ -186,12 +186,12 @@ class TritonOps(Ops, RoughOps):
         q = qkv.new_empty((len(qkv), heads.num_heads * heads.head_dim))
         rope_write_kernel[(len(qkv), heads.num_heads + 2 * heads.num_kv_heads)](
             qkv, q, *memory_of(pool), device.slots, device.positions,
-            *device.turns[tables.queries], *device.turns[tables.keys],
+            *device.cos_sin[tables.queries], *device.cos_sin[tables.keys],
             qkv if norm is None else norm.weight, 0.0 if norm is None else norm.eps, heads.scale,
             device.geometry.layer_block(layer), device.geometry.page_blocks,
             **shape(heads, pool), HAS_NORM=norm is not None,
             IS_WHOLE=norm is not None and norm.whole,
-            IS_BEHIND=norm is not None and norm.is_behind,
+            IS_AFTER_ROPE=norm is not None and norm.is_after_rope,
             **chained(len(qkv), qkv.device),
         )  # fmt: skip
         return q
@@ -243,7 +243,7 @@ class TritonOps(Ops, RoughOps):
         states, pool = device.needed_states()
         read = recur(mixed, gates, weights, states, pool)
         if device.batch is not None:
-            move_on(device.batch, pool, weights.layer)
+            record_positions(device.batch, pool, weights.layer)
         return gated_norm(read, mixed, weights, states)
 
     @override
@@ -252,7 +252,7 @@ class TritonOps(Ops, RoughOps):
         states, pool = device.needed_states()
         out = short_conv(mixed, weights, states, pool)
         if device.batch is not None:
-            move_on(device.batch, pool, weights.layer)
+            record_positions(device.batch, pool, weights.layer)
         return out
 
     @override

@@ -9,10 +9,11 @@ from .slotted_store import Entry, SlottedStore
 
 
 class HostSlots:
-    """Slots in one area of host memory, page-locked if ``pinned``: a GPU copies them directly.
+    """Slots in one area of host memory.
 
-    There are no checksums, because memory does not damage pages. Entries are kept only by the
-    store.
+    ``pinned``: the memory is page-locked, so that a GPU copies pages directly. Pages have no
+    checksums, because memory does not damage them, and no entries, because nothing survives the
+    process.
     """
 
     def __init__(self, page_bytes: int, capacity: int, *, pinned: bool) -> None:

@@ -20,7 +20,7 @@ from ...interface.extras.tiers import IsValid, Medium, PageStore
 from ..keys import tag_of
 
 CHECK_BYTES = 4
-PATIENCE_SECONDS = 2.0  # time to reach the master at the start; Mooncake itself would try for long
+PATIENCE_SECONDS = 2.0  # time limit for reaching the master; Mooncake itself waits much longer
 BUFFER_BYTES = 16 << 20  # bytes of Mooncake's own buffer for its messages
 
 
@@ -53,7 +53,7 @@ class MooncakeStore(PageStore):
             raise refused(host, port, "cannot set up the Mooncake client")
 
     def __len__(self) -> int:
-        """Return how many pages this process has put, without regard to evictions."""
+        """Return how many pages this process has stored, including pages that were evicted."""
         return self._num_put
 
     def _name(self, key: bytes) -> str:
@@ -99,14 +99,17 @@ class MooncakeStore(PageStore):
         return True
 
     def flush(self, tag: bytes | None = None) -> None:
-        """Forget the pages of a namespace, by default all with this fingerprint."""
+        """Drop the pages of the namespace ``tag``; None: all pages with this fingerprint."""
         below = self._prefix if tag is None else f"{self._prefix}/{tag.hex()}"
         status = self._client.remove_by_regex(f"^{below}/.*", True)
         if status < 0:
             raise OSError(f"Mooncake returned status {status}")
 
     def stats(self) -> Mapping[str, int]:
-        """Return counts of pages: damaged when read, discarded because they changed, refused."""
+        """Return the number of lost pages by cause.
+
+        A page was damaged when read, changed while it was copied, or was refused by Mooncake.
+        """
         return dict(self._counts)
 
     def close(self) -> None:
@@ -115,12 +118,12 @@ class MooncakeStore(PageStore):
 
 
 def refused(host: str, port: int, reason: str) -> InvalidRequest:
-    """Return the error for a store that cannot be used, as one line."""
+    """Return the one-line `InvalidRequest` for a store that cannot be used."""
     return InvalidRequest(f"--kv-remote mooncake://{host}:{port}: {reason}", param="kv_remote")
 
 
 def check_reachable(host: str, port: int) -> None:
-    """Raise `InvalidRequest` without the client or without a master at this address."""
+    """Raise `InvalidRequest` if the client is not installed or no master answers at the address."""
     _client()
     _reach(host, port)
 

@@ -24,16 +24,17 @@ from ...interface.extras.transfers import (
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
-SHUNNED_SECONDS = 10.0  # time that a peer which did not answer is not used
+SHUNNED_SECONDS = 10.0  # time for which a peer is not used after it did not answer
 
 
 class PeerStore(PageStore):
     """`PageStore` of the pages that other engines offer, from `meet` until `end`.
 
-    A key determines its page's bytes in every engine, so an offer's last key tells which of its
-    pages belong to which tokens. Pages that were read are valid if the offer's word has not changed
-    after the reading. Belongs to the I/O thread; `__len__` and `stats` may be called in any thread.
-    No method raises an error of a peer: its pages are then missing, and other peers are still used.
+    A key determines its page's bytes in every engine, so the key of an offer's last page shows
+    which tokens the pages of the offer belong to. Pages that were read are valid if the offer's
+    word has not changed after the reading. Only the I/O thread may call the methods, except
+    `__len__` and `stats`. No method raises an error of a peer: its pages count as missing then, and
+    other peers are still used.
     """
 
     medium: Medium = "peer"
@@ -46,18 +47,20 @@ class PeerStore(PageStore):
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.refused: Counter[Refusal] = Counter()  # unusable offers, by cause
+        self.refused: Counter[Refusal] = Counter()  # number of unusable offers by cause
         self._reader, self._page_bytes = reader, page_bytes
         self._clock = clock
-        # by the key of the last page; lists are never empty
+        # offers by the key of their last page; no list is empty
         self._offers: dict[bytes, list[PageOffer]] = {}
-        self._pages: dict[bytes, tuple[PageOffer, int]] = {}  # by key: offer and index in its pages
+
+        # for the key of a page: its offer, and its index in `PageOffer.page_ids`
+        self._pages: dict[bytes, tuple[PageOffer, int]] = {}
 
         # the keys of `_pages`, by offer and index
         self._keys: dict[PageOffer, dict[int, bytes]] = {}
         self._staged: dict[bytes, memoryview] = {}  # pages that the reader's last call read
-        self._shunned: dict[bytes, float] = {}  # end of the pause, by agent
-        self._num_void = 0  # pages that were no longer held when they had been read
+        self._shunned: dict[bytes, float] = {}  # time until which a peer is not used, by its agent
+        self._num_void = 0  # number of pages that were no longer held after they were read
 
     def __len__(self) -> int:
         return sum(len(each.page_ids) for each in self._all_offers())
@@ -79,12 +82,12 @@ class PeerStore(PageStore):
             self._send(offer, RENEW)
 
     def end(self, offer: PageOffer) -> None:
-        """Forget an offer, and let its peer free the pages."""
+        """Drop an offer, and tell its peer that it may free the pages."""
         self._forget(offer)
         self._send(offer, DONE)
 
     def _forget(self, offer: PageOffer) -> None:
-        """Forget an offer; another offer with the same last key takes over its pages."""
+        """Drop an offer; another offer with the same last key, if any, replaces it."""
         offers = [each for each in self._offers.pop(offer.key, []) if each is not offer]
         if offers:
             self._offers[offer.key] = offers
@@ -112,7 +115,10 @@ class PeerStore(PageStore):
         self._ask(offer.memory, partial(self._reader.send, offer.memory, note))
 
     def _ask(self, memory: PoolMemory, call: Callable[[], T]) -> T | None:
-        """Return the result of a call to a peer; None if it fails, or if a call failed lately."""
+        """Return the result of a call to a peer.
+
+        Returns None if the call fails, or if a call to this peer failed recently.
+        """
         now = self._clock()
         if self._shunned.get(memory.agent, 0.0) > now:
             return None
@@ -128,8 +134,7 @@ class PeerStore(PageStore):
 
     @override
     def find(self, keys: Sequence[bytes]) -> int:
-        # The longest of several offers: a part of a prompt is freed before the whole prompt is
-        # read.
+        # Use the longest offer: an offer of a part of the prompt may end before the pages are read.
         at = next((at for at in reversed(range(len(keys))) if keys[at] in self._offers), None)
         if at is None:
             return 0
@@ -151,7 +156,7 @@ class PeerStore(PageStore):
         return True
 
     def _stage(self, key: bytes) -> bool:
-        """Read a page and the next ones of its offer; return whether they were still held."""
+        """Read a page and the next pages of its offer; return whether they were still held."""
         self._staged = {}
         if key not in self._pages:
             return False
@@ -168,7 +173,7 @@ class PeerStore(PageStore):
         return False
 
     def _read(self, offer: PageOffer, pages: range) -> int:
-        """Read some pages of an offer, by their indices in it; return how many."""
+        """Read the pages of an offer with these indices; return their number."""
         parts = offer.memory.parts
         rows = [
             Region(part.address + offer.page_ids[index] * part.num_bytes, part.num_bytes)
@@ -186,7 +191,7 @@ class PeerStore(PageStore):
         return False
 
     def flush(self, tag: bytes | None = None) -> None:
-        """Do nothing: the pages are the peer's."""
+        """Do nothing, because the pages belong to peers."""
 
     @override
     def stats(self) -> Mapping[str, int]:

@@ -1,9 +1,9 @@
-"""Files of a disk store: pages in slabs of fixed slots, and an index of the pages.
+"""Files of a disk store: slabs, which are files of page slots, and an index of the pages.
 
 The index is a header and an entry of 64 bytes for each slot. An entry is valid if its own checksum
-is right, a page is valid if the checksum of its bytes is the one in its entry. So damage and
-crashes lose pages and never give wrong ones, and no write waits for the disk. The index is not
-mapped: on a full or failing disk a write to a mapped file ends the process.
+is right; a page is valid if the checksum of its bytes equals the checksum in its entry. So damage
+and crashes may lose pages but never yield wrong pages, and no write waits for the disk. The index
+is not memory-mapped, because on a full or failing disk a write to a mapped file ends the process.
 """
 
 from __future__ import annotations
@@ -26,20 +26,17 @@ logger = logging.getLogger(__name__)
 VERSION = 2
 LEAST_PAGES = 64
 SLAB_BYTES = 256 << 20
-BLOCK = 4096  # block of the file system, in bytes: no two pages share one
-_ENTRY = struct.Struct(f"<{KEY_BYTES}sQQ{TAG_BYTES}s")  # an `Entry`
+BLOCK = 4096  # block size of the file system in bytes; two pages never share a block
+_ENTRY = struct.Struct(f"<{KEY_BYTES}sQQ{TAG_BYTES}s")  # the fields of an `Entry`
 _CHECK = struct.Struct("<Q")  # checksum of the bytes before it
 _RECORD = _ENTRY.size + _CHECK.size  # bytes of an index entry
 _VOID = bytes(_RECORD)
 _HEADER = struct.Struct("<12sIQQ")  # mark, version, bytes of a page, slots of a slab
-_AT_ONCE = 1 << 14  # entries that are read together
+_AT_ONCE = 1 << 14  # number of entries to read in one call
 
 
 class SlabFiles(Slots):
-    """Pages and their entries by slot, in one folder; ``capacity`` slots.
-
-    All methods raise OSError if the disk fails.
-    """
+    """`Slots` in the files of one folder. All methods raise OSError if the disk fails."""
 
     def __init__(
         self,
@@ -58,13 +55,13 @@ class SlabFiles(Slots):
         self._stride = -(-page_bytes // BLOCK) * BLOCK
         self._per_slab = max(1, slab_bytes // self._stride)
         self._header = _header(folder.fingerprint, page_bytes, self._per_slab)
-        self._files: dict[str, int] = {}  # descriptors
+        self._files: dict[str, int] = {}  # descriptors of open files, by name
 
     def load(self) -> list[tuple[int, Entry]]:
         """Set the capacity to the available room; return the slots with valid entries.
 
-        Files are cut to the capacity. Damaged entries are lost, and so are the files of another
-        version, with a warning. Raises `InvalidRequest` for too little room.
+        Files are truncated to the capacity. Damaged entries are dropped, and files of another
+        version are emptied, each with a warning. Raises `InvalidRequest` for too little room.
         """
         self.capacity = self._measured()
         self._check_header()
@@ -73,7 +70,7 @@ class SlabFiles(Slots):
         return self._sound_entries()
 
     def _measured(self) -> int:
-        """Return how many pages there is room for. Raises `InvalidRequest` for too few."""
+        """Return the number of pages that fit. Raises `InvalidRequest` if it is too small."""
         room, per_page = min(self._folder.room(), self._most_bytes), self._stride + _RECORD
         least = BLOCK + self._least_pages * per_page
         if room < least:
@@ -104,7 +101,7 @@ class SlabFiles(Slots):
                 os.truncate(path, size)
 
     def _slab_size(self, number: int) -> int:
-        """Return the bytes of a slab; 0 or less for one beyond the capacity."""
+        """Return the size of a slab in bytes; 0 or less for a slab beyond the capacity."""
         return min(self._per_slab, self.capacity - number * self._per_slab) * self._stride
 
     def _sound_entries(self) -> list[tuple[int, Entry]]:
@@ -127,7 +124,7 @@ class SlabFiles(Slots):
                 slot += 1
 
     def clear(self) -> None:
-        """Forget all pages: empty the index, then remove the slabs."""
+        """Drop all pages: empty the index, then remove the slabs."""
         index = self._file(INDEX)
         os.truncate(index, 0)
         for number, path in self._folder.slabs().items():
@@ -137,7 +134,7 @@ class SlabFiles(Slots):
         _write(index, memoryview(self._header.ljust(BLOCK, b"\0")), 0)
 
     def allocate(self, slot: int) -> bool:
-        """Return whether there is room for a slot that was never used; allocate its slab."""
+        """Allocate the slab of a slot that was never used; return whether the disk has room."""
         slab, start = self._place(slot)
         size, wanted = os.fstat(slab).st_size, self._slab_size(slot // self._per_slab)
         if size > start:
@@ -157,7 +154,7 @@ class SlabFiles(Slots):
         return zlib.crc32(page)
 
     def read(self, slot: int, into: memoryview) -> int | None:
-        """Read a page; return its checksum, None if the slab ends early."""
+        """Read a page; return its checksum, or None if the slab is too short."""
         slab, start = self._place(slot)
         num_read = 0
         while num_read < self._page_bytes:

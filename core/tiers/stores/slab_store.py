@@ -1,4 +1,4 @@
-"""Disk tier: pages by key in a folder of slabs, where the next process finds them."""
+"""Disk tier: pages by key in files, which the next process on this folder finds again."""
 
 from __future__ import annotations
 

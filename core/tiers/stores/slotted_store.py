@@ -19,53 +19,54 @@ from ..keys import KEY_BYTES, TAG_BYTES
 logger = logging.getLogger(__name__)
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-# A page's slot, and its entry's checksum, tick and tag. A plain tuple, which Python's garbage
-# collector skips: there may be millions of them.
+# A page's slot, and its entry's checksum, tick and tag. It is a plain tuple, which Python's garbage
+# collector skips, because a store may have millions of pages.
 _Kept = tuple[int, int, int, bytes]
 
 
 class Entry(NamedTuple):
-    """Entry of a page in a store."""
+    """Record of a stored page, which is written to the page's slot."""
 
     key: bytes
     check: int  # checksum of the page
-    tick: int  # number of the last use; grows with every use
-    tag: bytes  # names the namespace
+    tick: int  # number of uses of the store up to the page's last use
+    tag: bytes  # tag of the page's namespace, see `tag_of`
 
 
 class Slots(Protocol):
-    """Slots for ``capacity`` pages and for their entries."""
+    """Protocol of storage with ``capacity`` slots, each for a page and its entry."""
 
     capacity: int
 
     def allocate(self, slot: int) -> bool:
-        """Return whether there is room for a slot that was never used."""
+        """Reserve room for a slot that was never used; return whether there is room."""
 
     def write(self, slot: int, page: memoryview) -> int:
-        """Write a page; return its checksum."""
+        """Write a page into a slot; return its checksum."""
 
     def read(self, slot: int, into: memoryview) -> int | None:
-        """Read a page; return its checksum, or None without a page."""
+        """Read the page of a slot; return its checksum, or None if the slot has no page."""
 
     def write_entry(self, slot: int, entry: Entry) -> None:
         """Write the entry of a slot."""
 
     def void(self, slot: int) -> None:
-        """Void the entry of a slot."""
+        """Erase the entry of a slot, so that its page counts as missing."""
 
     def clear(self) -> None:
-        """Forget all pages."""
+        """Erase all pages."""
 
     def close(self) -> None:
-        """Release files and memory."""
+        """Release the files and the memory of the slots."""
 
 
 class SlottedStore(PageStore):
     """`PageStore` of pages of ``page_bytes`` in slots.
 
-    A page is written to a free slot before its entry is; the entry of an older page is void before
-    its slot is overwritten. Pages of a namespace that has more than ``quota``, a share of all
-    pages, are evicted first, as in the pool. A page takes about half a kilobyte of memory.
+    A page is written to a free slot before its entry is written; the entry of an older page is
+    erased before its slot is overwritten. ``quota``: fraction of all pages that one namespace may
+    have; pages of namespaces with more pages are evicted first, as in the pool. The index takes
+    about half a kilobyte of memory per page.
     """
 
     def __init__(self, slots: Slots, medium: Medium, page_bytes: int, quota: float) -> None:
@@ -78,17 +79,17 @@ class SlottedStore(PageStore):
         self._adopt([])
 
     def _adopt(self, found: list[tuple[int, Entry]]) -> None:
-        """Replace all pages by the given entries by slot, in the order of their last use."""
-        self.capacity = self._slots.capacity  # less once the disk is full
+        """Replace the index by the pages in ``found``, which are pairs (slot, entry)."""
+        self.capacity = self._slots.capacity  # it becomes less when the disk is full
         share = None if self._quota >= 1 else max(1, int(self.capacity * self._quota))
         self._owned = NamespaceQuota(share, IDLE_AFTER * self.capacity)
         self._pages: OrderedDict[bytes, _Kept] = OrderedDict()  # oldest first
         self._by_tag: dict[str | None, OrderedDict[bytes, None]] = {}  # keys, oldest first
-        self._num_slots = max((slot + 1 for slot, _ in found), default=0)  # slots ever used
+        self._num_slots = max((slot + 1 for slot, _ in found), default=0)  # number of slots used
         used = {slot for slot, _ in found}
         self._free = [slot for slot in range(self._num_slots) if slot not in used]
         for slot, entry in sorted(found, key=lambda each: each[1].tick):
-            if entry.key in self._pages:  # the old entry was void, but a power failure lost that
+            if entry.key in self._pages:  # a power failure restored an entry that was erased
                 self._forget(entry.key)
             self._add(slot, entry)
 
@@ -104,9 +105,9 @@ class SlottedStore(PageStore):
         return len(keys)
 
     def get(self, key: bytes, into: memoryview) -> bool:
-        """Read a page; return False if it is missing, or damaged and now forgotten. O(1).
+        """Read a page; return False if it is missing or damaged. O(1).
 
-        Raises OSError if the disk fails; the page is forgotten then, too.
+        A damaged page is dropped. Raises OSError if the disk fails; the page is dropped then, too.
         """
         if key not in self._pages:
             return False
@@ -123,9 +124,9 @@ class SlottedStore(PageStore):
         return is_sound
 
     def put(self, key: bytes, tag: bytes, page: memoryview, is_valid: IsValid) -> bool:
-        """Store a page if it is valid once it is written; return whether it is stored. O(1).
+        """Store a page if it is still valid after writing; return whether it is stored. O(1).
 
-        Raises OSError if the disk fails or is full; all other pages stay then.
+        Raises OSError if the disk fails or is full; all other pages stay stored.
         """
         if (len(key), len(tag), page.nbytes) != (KEY_BYTES, TAG_BYTES, self._page_bytes):
             raise ValueError("the key, the tag or the page has a wrong length")
@@ -152,7 +153,10 @@ class SlottedStore(PageStore):
         return True
 
     def _free_slot(self) -> int:
-        """Return a slot for a new page, the last one in `_free` if it was used before."""
+        """Return a slot for a new page: the last free one, else a slot that was never used.
+
+        If the store is full, a page is evicted first.
+        """
         if not self._free and not self._can_grow():
             if not self._pages:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -165,11 +169,11 @@ class SlottedStore(PageStore):
             return False
         if self._slots.allocate(self._num_slots):
             return True
-        self._stop_growing()  # other processes have the room
+        self._stop_growing()  # other processes use the rest of the disk's room
         return False
 
     def _stop_growing(self) -> None:
-        """Limit the capacity to the slots in use; if none is, leave the capacity unchanged."""
+        """Limit the capacity to the slots that were used; without any, leave it unchanged."""
         if self._num_slots:
             self.capacity = self._num_slots
             logger.warning(
@@ -191,7 +195,7 @@ class SlottedStore(PageStore):
         return self._pages[key][2]
 
     def _add(self, slot: int, entry: Entry) -> None:
-        """Add a page whose entry is written, as the last one used."""
+        """Add a page to the index as the page used last; its entry must be written."""
         name = entry.tag.hex()
         self._pages[entry.key] = slot, entry.check, entry.tick, entry.tag
         self._by_tag.setdefault(name, OrderedDict())[entry.key] = None
@@ -200,7 +204,7 @@ class SlottedStore(PageStore):
         self._tick = entry.tick
 
     def _use(self, key: bytes) -> None:
-        """Make a page the last one used."""
+        """Record a use of a page, in the index and in the page's entry."""
         slot, check, _, tag = self._pages[key]
         tick, name = self._next_tick(), tag.hex()
         self._pages[key] = slot, check, tick, tag
@@ -214,11 +218,11 @@ class SlottedStore(PageStore):
         return self._tick
 
     def _forget(self, key: bytes) -> None:
-        """Forget a page and void its entry."""
+        """Drop a page from the index, and erase its entry."""
         self._slots.void(self._drop(key))
 
     def _drop(self, key: bytes) -> int:
-        """Forget a page but not its entry; return its slot, which is free now."""
+        """Drop a page from the index; return its slot, whose entry the caller must erase."""
         slot, _, _, tag = self._pages.pop(key)
         name = tag.hex()
         self._by_tag[name].pop(key)
@@ -230,7 +234,7 @@ class SlottedStore(PageStore):
         return slot
 
     def flush(self, tag: bytes | None = None) -> None:
-        """Forget the pages of a namespace, by default of all. O(pages)."""
+        """Drop the pages of the namespace ``tag``; None: of all namespaces. O(pages)."""
         if tag is None:
             self._adopt([])
             self._slots.clear()
@@ -240,15 +244,18 @@ class SlottedStore(PageStore):
             self._slots.void(slot)
 
     def stats(self) -> Mapping[str, int]:
-        """Return counts of pages: damaged when read, discarded because they changed, evicted."""
+        """Return the number of lost pages by cause.
+
+        A page was damaged when read, changed while it was copied, or was evicted.
+        """
         return dict(self._counts)
 
     def close(self) -> None:
-        """Close the files and unlock the folder; the files outlive the process."""
+        """Close the slots; files stay for the next process."""
         self._slots.close()
 
     def check(self) -> None:
-        """Assert that each slot is free or belongs to one page, and the indices agree. O(pages)."""
+        """Assert that each slot is free or has one page, and that the indices agree. O(n log n)."""
         slots = sorted([slot for slot, _, _, _ in self._pages.values()] + self._free)
         assert slots == list(range(self._num_slots)), "a slot is lost or has two owners"
         assert self._num_slots <= self.capacity, "more slots are used than the store has"

@@ -29,7 +29,7 @@ def refused(root: Path, reason: str) -> InvalidRequest:
 
 @contextlib.contextmanager
 def refusing(root: Path) -> Iterator[None]:
-    """Turn an error of the file system in the block into the error of `refused`."""
+    """Convert an OSError inside the block to the error of `refused`."""
     try:
         yield
     except (FileExistsError, NotADirectoryError) as error:
@@ -39,7 +39,10 @@ def refusing(root: Path) -> Iterator[None]:
 
 
 def make_root(root: Path) -> None:
-    """Make the folder of all stores, unless it exists. Raises `InvalidRequest` if unusable."""
+    """Make the folder of all stores, unless it exists.
+
+    Raises `InvalidRequest` if the folder cannot be used.
+    """
     with refusing(root):
         root.mkdir(parents=True, exist_ok=True, mode=0o700)
         os.close(_open(root / LOCK))
@@ -95,12 +98,15 @@ class StoreFolder:
         return {int(name[1]): path for name, path in found if name is not None}
 
     def room(self) -> int:
-        """Return the bytes that this folder may have: all but those held by other processes."""
+        """Return the bytes that this folder may use: the limit less folders of other processes."""
         with self._root_locked():
             return self.max_bytes - sum(_size(each) for each in self._others(held=True))
 
     def make_room(self, num_bytes: int) -> bool:
-        """Return whether ``num_bytes`` more fit, after removing unheld folders as needed."""
+        """Make room for ``num_bytes`` more; return whether they fit.
+
+        Folders that no process holds are removed if necessary.
+        """
         with self._root_locked():
             idle = sorted(self._others(held=False), key=lambda each: (each / LOCK).stat().st_mtime)
             used = sum(_size(each) for each in (self.path, *idle, *self._others(held=True)))
@@ -129,7 +135,7 @@ class StoreFolder:
 
     @contextlib.contextmanager
     def _root_locked(self) -> Iterator[None]:
-        """Keep other processes from taking, measuring and removing folders in the block."""
+        """Lock the root inside the block, so that no other process adds or removes folders."""
         lock = _open(self.root / LOCK)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -147,7 +153,7 @@ def _is_store(folder: Path) -> bool:
 
 
 def _try_lock(folder: Path) -> int | None:
-    """Return the descriptor that holds the folder's lock; None if another one holds it."""
+    """Return the descriptor that holds the lock of a folder; None if another process holds it."""
     lock = _open(folder / LOCK)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -173,7 +179,7 @@ def _size(folder: Path) -> int:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a store. The lock goes last: until then the folder is known as a store."""
+    """Remove a store. Its lock file is removed last, because it marks the folder as a store."""
     for each in (*_content(folder), folder / LOCK):
         each.unlink()
     with contextlib.suppress(OSError):  # the folder has a file that is not ours

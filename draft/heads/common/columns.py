@@ -111,5 +111,5 @@ class _ColumnDrafting(Drafting):
         request = query.request
         path = [*self._roots[request], *query.slots]
         position = self._anchors[request] + len(path) - 1
-        seen, beside = self._seen[request], np.array(path)
-        return PassRows((query.token_id,), position, path[-1:], seen, beside)
+        seen, draft_slots = self._seen[request], np.array(path)
+        return PassRows((query.token_id,), position, path[-1:], seen, draft_slots)

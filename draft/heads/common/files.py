@@ -86,7 +86,7 @@ def parse_shape(fields: Fields, target: DecoderConfig, names: set[str]) -> dict[
         problem = f"is {width}, but the target's hidden size is {target.hidden_size}"
         raise fields.error("target_hidden_size", problem)
     if fields.text("hidden_act", "silu") not in ("silu", "swish"):
-        raise fields.error("hidden_act", "other than silu is not supported")
+        raise fields.error("hidden_act", "must be silu; no other activation is supported")
     max_len = fields.positive("max_position_embeddings", target.max_model_len)
     vocab = fields.positive("vocab_size", target.vocab_size)
     draft_vocab = fields.positive("draft_vocab_size", vocab)
@@ -207,7 +207,7 @@ def normalised(tensors: Tensors) -> Tensors:
     for name, tensor in tensors.items():
         for prefix in _PREFIXES:
             name = name.removeprefix(prefix)
-        if name[:1].isdigit():  # Medusa heads that were saved without their parent module.
+        if name[:1].isdigit():  # A Medusa head may be saved without its parent module.
             name = f"medusa_head.{name}"
         found[_ALIASES.get(name, name)] = tensor
     return found
@@ -239,7 +239,9 @@ def fill_vocabulary(where: Path, head: _AnyVocabulary, tensors: Tensors) -> _Any
     )
     if config.is_reduced:
         if draft_ids is None or len(draft_ids) != config.draft_vocab_size:
-            raise ModelLoadError(f"{where}: tensor d2t must have {config.draft_vocab_size} items")
+            raise ModelLoadError(
+                f"{where}: tensor d2t must have {config.draft_vocab_size} entries, one per draft id"
+            )
         head.set_draft_ids(draft_ids)
     return head
 
@@ -255,7 +257,7 @@ def _draft_ids(where: Path, differences: Tensor | None, vocab_size: int) -> Tens
     ids = torch.arange(len(differences)) + differences.long()
     if not bool((ids >= 0).all() and (ids < vocab_size).all()) or len(set(ids.tolist())) < len(ids):
         raise ModelLoadError(
-            f"{where}: tensor d2t must map to distinct token ids below {vocab_size}"
+            f"{where}: tensor d2t is invalid: d2t[i] + i must be distinct ids below {vocab_size}"
         )
     return ids
 

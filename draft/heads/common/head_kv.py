@@ -55,10 +55,10 @@ class Written(NamedTuple):
     taps: Tensor  # [num, num_taps * target_hidden]
     token_ids: Tensor  # [num]
     positions: IntArray  # [num]
-    slots: IntArray  # [num] slots of their head KV
+    slots: IntArray  # [num] slots of the positions' head KV
     firsts: IntArray  # [num_requests] index of each request's first position
     lens: IntArray  # [num_requests] number of positions of each request
-    before: Sequence[Tensor | None]  # [num_requests] feature of the position before, if known
+    before: Sequence[Tensor | None]  # [num_requests] feature of the preceding position, if known
 
 
 Write: TypeAlias = Callable[[Written], Tensor | None]
@@ -71,10 +71,10 @@ class HeadKV:
     def __init__(self, config: TapConfig, pool: KVPool, write: Write) -> None:
         self.pool, self._write = pool, write
         self._first = config.first_position
-        self.ready = np.zeros(pool.num_pages, dtype=np.bool_)  # [num_pages]
-        self._ready_elsewhere = np.zeros_like(self.ready)  # marks of pages that came from a tier
+        self.ready = np.zeros(pool.num_pages, dtype=np.bool_)  # [num_pages] ready marks
+        self._ready_elsewhere = np.zeros_like(self.ready)  # [num_pages] marks loaded from a tier
         self.spans: dict[str, Span] = {}  # spans by request id
-        self._page_features: Tensor | None = None  # [num_pages, hidden] of a page's last position
+        self._page_features: Tensor | None = None  # [num_pages, hidden] each page's last feature
         if config.keeps_page_features:
             shape = (pool.num_pages, config.hidden_size)
             self._page_features = torch.zeros(shape, dtype=pool.dtype, device=pool.data.device)
@@ -95,7 +95,7 @@ class HeadKV:
         self.ready[ids] = self._ready_elsewhere[ids]
 
     def forget(self, request_ids: Sequence[str], newly_allocated_pages: array[int]) -> None:
-        """Forget requests that released their pages, and the ready marks of allocated pages."""
+        """Forget requests without pages, and the ready marks of newly allocated pages."""
         for request_id in request_ids:
             self.spans.pop(request_id, None)
         if newly_allocated_pages:
@@ -200,7 +200,7 @@ class HeadKV:
         """Record ``count`` written positions of a request; mark completed pages as ready."""
         begin, page_size = span.stop, self.pool.page_size
         if features is not None and span.feature is None and span.start == begin:
-            # Without the feature before it, the KV of the first position is invalid.
+            # Without the preceding feature, the KV of the first position is invalid.
             span.start = begin + 1
         span.stop = begin + count
         for page in range(begin // page_size, span.stop // page_size):

@@ -167,7 +167,7 @@ class RotaryTable(nn.Module):
 
     def __init__(self, spec: RopeSpec, head_dim: int) -> None:
         super().__init__()
-        # The frequencies are no buffer, because a cast of the module to bfloat16 would cast them.
+        # The frequencies are not a buffer, because casting the module to bfloat16 would cast them.
         self._frequencies = inverse_frequencies(spec, head_dim)
         self.scaling = attention_scaling(spec)
 
@@ -239,10 +239,12 @@ class Vocabulary(Head):
     def set_draft_ids(self, draft_ids: Tensor) -> None:
         """Set the target's ids that the head can draft, [draft_vocab], all distinct.
 
-        Must be called before `borrow`. Raises ValueError for another number of ids.
+        Must be called before `borrow`. Raises ValueError for a wrong number of ids.
         """
         if len(draft_ids) != self.config.draft_vocab_size:
-            raise ValueError(f"{len(draft_ids)} token ids, not {self.config.draft_vocab_size}")
+            raise ValueError(
+                f"expected {self.config.draft_vocab_size} draft ids, got {len(draft_ids)}"
+            )
         self.draft_ids = draft_ids.to(torch.int64)
         known = torch.full((self.config.vocab_size,), -1, dtype=torch.int64)
         known[self.draft_ids.cpu()] = torch.arange(len(draft_ids))
@@ -338,7 +340,7 @@ def attend(scores: list[Tensor], values: Sequence[Callable[[Tensor], Tensor]]) -
 
 
 def init_weights(module: nn.Module) -> None:
-    """Draw matrices from a normal distribution; divide the n residual outputs by the root of n."""
+    """Draw matrices from a normal distribution; scale the n residual outputs by 1 / sqrt(n)."""
     outputs = ("o_proj", "down_proj")
     num_outputs = sum(name.endswith(outputs) for name, _ in module.named_modules())
     for name, each in module.named_modules():

@@ -50,7 +50,7 @@ def _part(logits: Tensor, p: Tensor, grad: Tensor) -> Tensor:
     q = log_q.exp_()
     overlap = torch.minimum(p, q).sum(dim=-1, keepdim=True)
     weight = torch.exp(-3 * overlap)
-    below = q * (q < p)  # Only here would a larger q increase the overlap.
+    below = q * (q < p)  # A larger q increases the overlap only where q < p.
     scale = weight * mass + (1 - weight) * below.sum(dim=-1, keepdim=True)
     grad.copy_(q.mul_(scale).sub_(p * weight).sub_(below.mul_(1 - weight)))
     losses: Tensor = weight * kl + (1 - weight) * (1 - overlap)

@@ -170,7 +170,7 @@ def seen_kv(scheduled: ScheduledRequest, first: int, page_size: int) -> SeenKv:
     page_ids, anchor, edge = scheduled.page_ids, len(scheduled.tokens) - 1, _NONE
     first_page = -(-first // page_size)
     stop, count = min(anchor, first_page * page_size), max(0, anchor - first_page * page_size)
-    if first < stop:  # These positions are all in the page before.
+    if first < stop:  # All these positions are in one page.
         shift = (page_ids[first_page - 1] - (first_page - 1)) * page_size  # slot minus position
         edge = np.arange(first + shift, stop + shift)
     pages = page_ids[first_page : first_page + max(1, -(-count // page_size))] or page_ids[:1]
@@ -181,14 +181,15 @@ class PassRows(NamedTuple):
     """Consecutive tokens of a pass whose rows attend to the same KV.
 
     ``position``: position of the first token. ``slots``: slots for the keys and values of the
-    tokens. ``beside``: slots of the draft tokens that the rows attend to, their own included.
+    tokens. ``draft_slots``: slots of the draft tokens that the rows attend to, their own
+    included.
     """
 
     token_ids: Sequence[int]
     position: int
     slots: Sequence[int]
     seen: SeenKv
-    beside: IntArray
+    draft_slots: IntArray
 
 
 class HeadPass:
@@ -251,12 +252,16 @@ class PassLayout:
         """
         counts = [len(each.token_ids) for each in rows]
         sizes = [
-            (each.seen.num_in_pages, len(each.seen.pages), len(each.seen.edge) + len(each.beside))
+            (
+                each.seen.num_in_pages,
+                len(each.seen.pages),
+                len(each.seen.edge) + len(each.draft_slots),
+            )
             for each in rows
         ]
         in_pages, page_counts, tail_lens = np.array(sizes).repeat(counts, axis=0).T
         pages = [(each.seen.pages,) * len(each.token_ids) for each in rows]
-        tails = [(each.seen.edge, each.beside) * len(each.token_ids) for each in rows]
+        tails = [(each.seen.edge, each.draft_slots) * len(each.token_ids) for each in rows]
         return self._batch(
             page_size,
             np.array([token_id for each in rows for token_id in each.token_ids]),
@@ -296,5 +301,5 @@ class PassLayout:
             pages=pages[1],
             tail_lens=tails[0],
             tails=tails[1],
-            turned_until=int(positions.max()) + 1,
+            rope_until=int(positions.max()) + 1,
         )

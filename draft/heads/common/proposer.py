@@ -36,7 +36,7 @@ class DraftStart(NamedTuple):
     """The state of a request from which a head starts a draft."""
 
     scheduled: ScheduledRequest
-    first: int  # first position of the head KV that the draft may see
+    first: int  # first position of the head KV that the draft may read
     feature: Tensor | None  # [hidden] feature of the position before the last token, if known
 
 
@@ -51,10 +51,10 @@ class Query(NamedTuple):
     """A token whose successor a head predicts: the last token of a request, or a draft token."""
 
     request: int  # index of the request among the starts
-    level: int  # number of draft tokens up to it, itself included
-    parent: int  # index of its parent in the previous call; -1 for the last token of a request
+    level: int  # number of draft tokens on the path to this token, itself included
+    parent: int  # index of the parent token in the previous call; -1 without a parent
     token_id: int
-    slots: Sequence[int] = ()  # KV slots of the draft tokens up to it, if the head keeps such KV
+    slots: Sequence[int] = ()  # KV slots of the path's draft tokens; empty if they have no KV
 
 
 class Drafting(ABC):
@@ -100,7 +100,7 @@ class HeadGrower(TreeGrower):
         self._drafting, self._before = drafting, {}
         self._requests = {tree: at for at, tree in enumerate(trees)}
         self.grow(trees, self.compute([(tree, ROOT) for tree in trees]))
-        self._drafting, self._before, self._requests = None, {}, {}  # Free their tensors.
+        self._drafting, self._before, self._requests = None, {}, {}  # Free the drafts' tensors.
 
     @override
     def compute(self, nodes: TreeNodes) -> Opened:
@@ -165,7 +165,7 @@ class HeadProposer(Proposer, ABC):
         )
 
     def wanted(self, num_best: int) -> Wanted:
-        """Return the outputs of a warm-up pass, which reads features and chooses tokens."""
+        """Return what a warm-up pass reads and computes: it reads features and chooses tokens."""
         vectors = self.pool.data.new_empty((0, self.config.hidden_size))
         return Wanted(self._grower.draws((), num_best), inputs=vectors)
 

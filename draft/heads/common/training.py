@@ -50,7 +50,7 @@ class Student(Protocol):
     module: nn.Module
     taps: Taps
     depth: int  # number of tokens of a chain
-    rate: float = 1.0  # factor of the usual learning rate
+    rate: float = 1.0  # factor by which the learning rate is multiplied
 
     def loss(self, taught: TeacherOutput, generator: torch.Generator) -> Tensor:
         """Return the mean loss over a batch."""

@@ -12,6 +12,7 @@ import pytest
 import foretoken
 from foretoken.api.cli import commands
 from foretoken.api.cli.config import SERVE, TERMINAL, Chosen, Given
+from foretoken.api.cli.flags import help_of
 from foretoken.api.serving.limits import Limits
 from foretoken.api.serving.settings import Listen, ObservingOptions, Settings
 from foretoken.api.types.sampling_params import SamplingParams
@@ -325,3 +326,18 @@ def test_help_shows_what_users_need_and_help_all_everything(command, capsys) -> 
     assert "--help-all" in brief
     assert "--page-size" not in brief
     assert brief.startswith(f"usage: foretoken {command} ")
+
+
+@pytest.mark.parametrize(
+    ("kind", "flag", "end"),
+    [
+        (EngineConfig, "tp", " (1)"),
+        (EngineConfig, "aging_seconds", " (10 s)"),
+        (Limits, "resume_seconds", "; 0: off (0 s)"),
+        (Limits, "max_body_bytes", " (4 MiB)"),
+        (ObservingOptions, "access_log", " tokens and times"),
+        (SamplingParams, "top_p", " (the model's, else 1)"),
+    ],
+)
+def test_help_ends_with_the_default_and_its_unit(kind: type, flag: str, end: str) -> None:
+    assert help_of(settings_of(kind)[flag]).endswith(end)

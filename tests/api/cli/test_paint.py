@@ -22,13 +22,13 @@ class Letters:
         self._texts = texts
         self._half = False
 
-    def push(self, token_id):
+    def decode(self, token_id):
         if self._texts[token_id] != "half":
             return self._texts[token_id]
         self._half = not self._half
         return "" if self._half else "é"
 
-    def flush(self):
+    def finish(self):
         return "\ufffd" if self._half else ""
 
 
@@ -41,7 +41,7 @@ def answer_in_steps(texts, sources, stops, rng):
         taken = []
         for token_id in step:
             taken.append(token_id)
-            if stopped := answer.push(token_id):
+            if stopped := answer.add_token(token_id):
                 break
         start += len(taken)
         last = bool(stopped) or start == len(ids)
@@ -51,7 +51,7 @@ def answer_in_steps(texts, sources, stops, rng):
 
 
 def painted(deltas, texts, *, coloured):
-    painter = Painter(Palette(coloured=coloured), Letters(texts).push)
+    painter = Painter(Palette(coloured=coloured), Letters(texts).decode)
     return "".join(map(painter.paint, deltas)), painter
 
 
@@ -80,7 +80,7 @@ def test_each_character_has_the_colour_of_the_token_that_completes_it(tokens, se
     deltas = list(answer_in_steps(texts, sources, ["abba"], random.Random(seed)))
     shown, painter = painted(deltas, texts, coloured=True)
     letters = Letters(texts)
-    expected = [source for i, source in enumerate(sources) for _ in letters.push(i)]
+    expected = [source for i, source in enumerate(sources) for _ in letters.decode(i)]
     colour_of = {str(COLOURS[painter._palette.name(s)]): s for s in SOURCES if s}
     pieces = re.findall(r"\x1b\[(\d+)m(.+?)\x1b\[0m|([^\x1b])", shown, flags=re.DOTALL)
     found = [colour_of[code] if code else "" for code, text, own in pieces for _ in text or own]

@@ -43,15 +43,15 @@ MANY_KEYS = b"".join(number.to_bytes(8, "big") for number in range(65))
 LIES: dict[str, FromReplica] = {
     "outside the vocabulary": step("r", [100]),
     "request that it does not serve": step("unknown", [10]),
-    "it sent more tokens than the request may have": step("r", [10] * 9),
+    "the replica sent more tokens than the request may have": step("r", [10] * 9),
     "do not match its tokens": step("r", [10], logprobs=[TokenLogprob(10, -1.0)]),
     "vocabulary of 100": step("r", prompt_logprobs=[TokenLogprob(6, -1.0, ((100, -1.0),))]),
     "the request does not want": step(
         "r", pooled=array("f", [1.0]), finish_reason=FinishReason.STOP
     ),
-    "page keys that have 8 bytes": Step(load=LOAD, pages=[PageNews(True, b"1234567")]),
-    "more KV pages than its 64": Step(load=LOAD, pages=[PageNews(True, MANY_KEYS)]),
-    "it sent a second greeting": greeting(),
+    "page keys have 8 bytes": Step(load=LOAD, pages=[PageNews(True, b"1234567")]),
+    "the replica reports more than 64 KV pages": Step(load=LOAD, pages=[PageNews(True, MANY_KEYS)]),
+    "the replica sent a second greeting": greeting(),
     "a call that was not made": Answer(call_id=5, result=1),
 }
 
@@ -202,7 +202,7 @@ def test_a_message_that_is_too_large_is_not_read(caplog: pytest.LogCaptureFixtur
             assert (await read(stream)).token_ids == [10]
 
     run(body())
-    assert "its connection was closed" in caplog.messages[0]
+    assert "the connection was closed" in caplog.messages[0]
 
 
 def test_a_quota_grows_back_and_ends_at_its_limit() -> None:

@@ -194,7 +194,7 @@ def test_an_error_below_a_known_one_crosses_as_that_and_another_one_without_its_
 
 def test_an_error_of_a_class_that_is_none_is_refused() -> None:
     for kind in ("KeyError", "", "x" * 1000):
-        with pytest.raises(WireError, match="unknown class"):
+        with pytest.raises(WireError, match="is unknown"):
             error_of(ErrorForm(kind=kind, message="no"))
 
 

@@ -378,12 +378,15 @@ def test_requests_wait_for_all_replicas_that_are_wanted() -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"name": "other"}, "its name is other"),
-        ({"vocab_size": 101}, "its vocab_size is 101"),
-        ({"page_size": 32}, "its page_size is 32"),
-        ({"max_model_len": 99}, "its max_model_len is 99"),
-        ({"tokenizer": "ff"}, "its tokenizer is ff"),
-        ({"pooling": PoolingSpec(dimensions=8)}, "its pooling is PoolingSpec(dimensions=8"),
+        ({"name": "other"}, "the replica's name is other"),
+        ({"vocab_size": 101}, "the replica's vocab_size is 101"),
+        ({"page_size": 32}, "the replica's page_size is 32"),
+        ({"max_model_len": 99}, "the replica's max_model_len is 99"),
+        ({"tokenizer": "ff"}, "the replica's tokenizer is ff"),
+        (
+            {"pooling": PoolingSpec(dimensions=8)},
+            "the replica's pooling is PoolingSpec(dimensions=8",
+        ),
         ({"version": VERSION + 1}, f"version {VERSION + 1}"),
     ],
     ids=str,

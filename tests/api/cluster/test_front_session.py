@@ -620,7 +620,7 @@ def test_a_front_that_has_not_taken_the_replica_may_refuse_it(within, says) -> N
 def test_a_front_that_has_taken_the_replica_may_drop_it(within) -> None:
     async def test(replica: Replica, task: asyncio.Task[None]) -> None:
         front = await replica.joined()
-        front.say(Leaving(reason="it sent tokens for a request that it does not serve"))
+        front.say(Leaving(reason="the replica sent tokens for a request that it does not serve"))
         with pytest.raises(RefusedError, match="tokens for a request"):
             await task
         assert len(replica.links) == 1

@@ -73,9 +73,9 @@ def test_a_prompt_may_fill_the_context_of_the_replicas() -> None:
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"pooled": VECTOR[:63]}, "it sent 63 pooled values, not 64"),
+        ({"pooled": VECTOR[:63]}, "the replica sent 63 pooled values, not 64"),
         ({}, "does not want"),
-        ({"token_ids": [5], "pooled": VECTOR}, "it sent more tokens than the request may have"),
+        ({"token_ids": [5], "pooled": VECTOR}, "sent more tokens than the request may"),
         ({"pooled": VECTOR, "finish_reason": FinishReason.LENGTH}, "does not want"),
     ],
 )

@@ -292,7 +292,7 @@ def test_an_engine_that_ends_while_it_computes_a_prompt_is_lost() -> None:
     async def body() -> None:
         async with prompt_apart() as (_, p, d, stream):
             p.say("r", error=EngineDead("steps failed"))
-            assert "its engine ended" in await p.refusal()
+            assert "the replica's engine ended" in await p.refusal()
             await d.submitted()
             await finish(d, stream)
 

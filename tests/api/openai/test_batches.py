@@ -22,8 +22,8 @@ from foretoken import AsyncLLM, DeadlineExceeded, EngineDead, InvalidRequest, Un
 from foretoken.api.cli import commands
 from foretoken.api.dialects.batches import database, lines, store
 from foretoken.api.dialects.batches.bodies import BatchBody, Counts, FileBody, OutputLine
-from foretoken.api.dialects.batches.lines import SHARE_BESIDE_PEOPLE
-from foretoken.api.dialects.batches.routes import SHARE
+from foretoken.api.dialects.batches.lines import INTERACTIVE_DIVISOR
+from foretoken.api.dialects.batches.routes import SHARE_DIVISOR
 from foretoken.api.server.app import create_app
 from foretoken.api.serving.errors import ApiError
 from foretoken.api.serving.limits import Limits
@@ -157,7 +157,7 @@ def test_all_batches_together_have_a_share_and_people_find_room(serve, engine, s
             client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
         for _ in range(2):
             assert engine.submitted.acquire(timeout=20)
-        assert server.do(lambda: len(engine._live)) == 16 // SHARE
+        assert server.do(lambda: len(engine._live)) == 16 // SHARE_DIVISOR
         engine.by_hand = False
         server.do(engine._work.set)
         messages = [{"role": "user", "content": "Hello"}]
@@ -174,9 +174,9 @@ def test_the_share_of_batches_is_a_setting_and_is_less_beside_people(serve, engi
         assert engine.submitted.acquire(timeout=20)
         file = upload(client, *(line(f"r{index}") for index in range(30)))
         client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
-        for _ in range(8 // SHARE_BESIDE_PEOPLE):
+        for _ in range(8 // INTERACTIVE_DIVISOR):
             assert engine.submitted.acquire(timeout=20)
-        assert server.do(lambda: len(engine._live)) == 1 + 8 // SHARE_BESIDE_PEOPLE
+        assert server.do(lambda: len(engine._live)) == 1 + 8 // INTERACTIVE_DIVISOR
         engine.by_hand = False
         server.do(engine._work.set)
         assert waiting.result(20).choices

@@ -16,10 +16,15 @@ from foretoken.api.runtime.conversation.chat_input import ChatInput, Handle
 from foretoken.api.runtime.conversation.conversation_tokens import (
     ConversationTokens,
     PromptTokens,
-    stand,
+    match_answer,
 )
 from foretoken.api.runtime.conversation.template_facts import PROBES
-from foretoken.api.runtime.conversation.token_history import OVERHEAD, Place, TokenHistory, said_of
+from foretoken.api.runtime.conversation.token_history import (
+    OVERHEAD,
+    PrefixDigest,
+    TokenHistory,
+    message_digest,
+)
 from foretoken.api.text.tokenizer import Tokenizer
 from foretoken.api.types.request_context import owner_of
 from foretoken.api.types.sampling_params import SamplingParams
@@ -124,14 +129,14 @@ class Model:
 
     def ids(self, text: str) -> list[int]:
         """Other tokens than the tokenizer's: one for each character or byte."""
-        return [each for character in text for each in self.tokenizer.encode_behind(character)]
+        return [each for character in text for each in self.tokenizer.encode_after(character)]
 
     def remember(self, messages: Sequence[Any], message: Any, ids: Sequence[int]) -> None:
         """Remember an answer to these messages, as a server does."""
-        place = Place().behind(self.render(messages).token_ids)
-        digest = said_of(message)
+        prefix = PrefixDigest().after(self.render(messages).token_ids)
+        digest = message_digest(message)
         assert digest is not None
-        self.history.put(owner_of(None), None, digest, place, ids)
+        self.history.put(owner_of(None), None, digest, prefix, ids)
 
 
 @pytest.fixture
@@ -201,9 +206,9 @@ def test_other_ids_of_the_same_text_stand_in_its_place(model):
 def test_a_text_behind_others_gets_no_space_in_front(model, metaspace_folder, byte_fallback_folder):
     for folder in (metaspace_folder, byte_fallback_folder):
         own = model(LINES, folder)
-        assert own.tokenizer.encode_behind("ab") != own.tokenizer.encode_word("ab")
+        assert own.tokenizer.encode_after("ab") != own.tokenizer.encode_word("ab")
         together = own.tokenizer.encode_word("ab")
-        assert own.tokenizer.decode([*together, *own.tokenizer.encode_behind("ab")]) == "abab"
+        assert own.tokenizer.decode([*together, *own.tokenizer.encode_after("ab")]) == "abab"
 
 
 def test_the_token_that_ended_an_answer_may_be_there(model):
@@ -491,5 +496,5 @@ def test_a_call_is_found_with_its_arguments_in_another_order(model):
     ],
 )
 def test_what_a_template_wrote_stands_for_what_was_generated(written, raw, expected):
-    found = stand(written, raw, {}, None)
+    found = match_answer(written, raw, {}, None)
     assert (found and (found.start, found.opening)) == expected

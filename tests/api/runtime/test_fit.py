@@ -124,7 +124,7 @@ def test_what_a_template_takes_stays_as_it_is(written, kind):
     talk = [user("one"), assistant("two"), user("three")]
     if facts.system:
         talk.insert(0, system("terse"))
-    plain = [in_parts(each) for each in talk] if facts.parts_alone else talk
+    plain = [in_parts(each) for each in talk] if facts.parts_only else talk
     assert own.text(*talk) == own.raw(plain)
 
 

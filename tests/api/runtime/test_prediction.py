@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from foretoken import InvalidRequest, SamplingParams
-from foretoken.api.runtime.generation import count_standing
+from foretoken.api.runtime.generation import count_predicted
 from foretoken.api.text.chat_template import INLINE_CHARS
 from foretoken.api.text.tokenizer import Tokenizer
 from foretoken.api.types.sampling_params import MAX_PREDICTION_CHARS, MAX_PREDICTION_IDS
@@ -246,7 +246,7 @@ def test_without_a_prediction_both_counts_are_zero(client, say):
     ],
 )
 def test_where_the_answer_leaves_a_prediction_it_is_found_again(prediction, answer, count):
-    assert count_standing(array("q", prediction), answer) == count
+    assert count_predicted(array("q", prediction), answer) == count
 
 
 def test_the_sdk_shows_the_same_counts_and_the_source_of_each_token(llm, engine):

@@ -29,8 +29,8 @@ def told(change):
             return f"open {segment.index} {segment.kind}"
         case Grow(segment, text, logprobs):
             return f"grow {segment.index} {text!r}" + "".join(f" {e.token_id}" for e in logprobs)
-        case Close(segment, is_whole):
-            return f"{'close' if is_whole else 'cut'} {segment.index}"
+        case Close(segment, is_complete):
+            return f"{'close' if is_complete else 'cut'} {segment.index}"
 
 
 def play(*deltas, holds_space=False, **end):
@@ -70,12 +70,12 @@ def test_calls_in_one_step_are_segments_of_their_own():
 def test_a_call_that_is_not_done_is_cut_whatever_follows_it():
     assert play(begun("{"), TextDelta(text="a"))[0][2:4] == ["cut 0", "open 1 text"]
     assert play(begun("{"))[0][-1] == "cut 0"
-    assert play(begun("{"), gone_on(is_done=True), is_whole=False)[0][-1] == "close 0"
+    assert play(begun("{"), gone_on(is_done=True), is_complete=False)[0][-1] == "close 0"
 
 
 def test_the_end_of_a_cut_answer_cuts_its_last_segment():
-    assert play(TextDelta(text="a"), is_whole=False)[0][-1] == "cut 0"
-    assert play(TextDelta(reasoning="a"), TextDelta(text="b"), is_whole=False)[0][-4:] == [
+    assert play(TextDelta(text="a"), is_complete=False)[0][-1] == "cut 0"
+    assert play(TextDelta(reasoning="a"), TextDelta(text="b"), is_complete=False)[0][-4:] == [
         "close 0", "open 1 text", "grow 1 'b'", "cut 1",
     ]  # fmt: skip
 

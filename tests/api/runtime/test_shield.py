@@ -13,7 +13,7 @@ import pytest
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
-from foretoken.api.runtime.conversation.token_history import Place, said_of
+from foretoken.api.runtime.conversation.token_history import PrefixDigest, message_digest
 from foretoken.api.types.request_context import owner_of
 from foretoken.api.types.results import Tool
 from support import templates
@@ -231,10 +231,10 @@ def test_a_growing_conversation_with_such_contents_is_found_by_its_ids(written):
     for number in range(3):
         prompt = list(own.prompt(*talk).token_ids)
         answer = assistant(f"Answer {number} of {THINK}.")
-        ids = [i for char in answer["content"] for i in own.tokenizer.encode_behind(char)]
-        digest = said_of(answer)
+        ids = [i for char in answer["content"] for i in own.tokenizer.encode_after(char)]
+        digest = message_digest(answer)
         assert digest is not None
-        own.history.put(owner_of(None), None, digest, Place().behind(prompt), ids)
+        own.history.put(owner_of(None), None, digest, PrefixDigest().after(prompt), ids)
         talk += [answer, user(f"more {END}{number}")]
         found = own.prompt(*talk)
         assert list(found.token_ids[: len(prompt) + len(ids)]) == [*prompt, *ids]
@@ -247,10 +247,10 @@ def test_an_answer_that_spells_out_a_mark_is_found_again(written):
     own = written(templates.PLAIN)
     prompt = list(own.prompt(user("Spell it.")).token_ids)
     answer = assistant(f"It is {END}.")
-    ids = [i for char in answer["content"] for i in own.tokenizer.encode_behind(char)]
-    digest = said_of(answer)
+    ids = [i for char in answer["content"] for i in own.tokenizer.encode_after(char)]
+    digest = message_digest(answer)
     assert digest is not None
-    own.history.put(owner_of(None), None, digest, Place().behind(prompt), ids)
+    own.history.put(owner_of(None), None, digest, PrefixDigest().after(prompt), ids)
     found = own.prompt(user("Spell it."), answer, user("Thanks."))
     assert list(found.token_ids[: len(prompt) + len(ids)]) == [*prompt, *ids]
     assert count(own, found.token_ids, END) == 3

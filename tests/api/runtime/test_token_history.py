@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from foretoken.api.runtime.conversation.token_history import OVERHEAD, Place, TokenHistory, said_of
+from foretoken.api.runtime.conversation.token_history import (
+    OVERHEAD,
+    PrefixDigest,
+    TokenHistory,
+    message_digest,
+)
 
 ME, YOU = b"me", b"you"
 
 
 def fill(history: TokenHistory, owner: bytes, count: int, num_ids: int = 100) -> None:
     for index in range(count):
-        history.put(owner, "salt", b"%d" % index, b"place", range(num_ids))
+        history.put(owner, "salt", b"%d" % index, b"prefix", range(num_ids))
 
 
 def test_a_flood_stays_within_its_bytes_and_leaves_others_their_share():
@@ -17,9 +22,9 @@ def test_a_flood_stays_within_its_bytes_and_leaves_others_their_share():
     fill(history, ME, 4)
     fill(history, YOU, 10_000)
     assert history.num_bytes <= 20 * (OVERHEAD + 400)
-    assert all(history.places(ME, b"%d" % index) for index in range(4))
-    assert not history.places(YOU, b"0")
-    assert history.places(YOU, b"9999")
+    assert all(history.ids_by_prefix(ME, b"%d" % index) for index in range(4))
+    assert not history.ids_by_prefix(YOU, b"0")
+    assert history.ids_by_prefix(YOU, b"9999")
 
 
 def test_an_answer_beyond_the_bytes_is_not_kept():
@@ -31,11 +36,11 @@ def test_an_answer_beyond_the_bytes_is_not_kept():
 def test_an_answer_that_was_used_stays_longer():
     history = TokenHistory(max_bytes=2 * (OVERHEAD + 400))
     fill(history, ME, 2)
-    history.touch((ME, b"0", b"place"))
-    history.touch((ME, b"none", b"place"))
-    history.put(ME, "salt", b"new", b"place", range(100))
-    assert history.places(ME, b"0")
-    assert not history.places(ME, b"1")
+    history.touch((ME, b"0", b"prefix"))
+    history.touch((ME, b"none", b"prefix"))
+    history.put(ME, "salt", b"new", b"prefix", range(100))
+    assert history.ids_by_prefix(ME, b"0")
+    assert not history.ids_by_prefix(ME, b"1")
 
 
 def test_the_same_answer_in_the_same_place_is_kept_once():
@@ -48,7 +53,7 @@ def test_the_same_answer_in_the_same_place_is_kept_once():
 def test_a_flush_forgets_the_answers_of_a_salt():
     history = TokenHistory()
     for owner, salt in ((ME, "a"), (YOU, "b"), (b"nobody", None)):
-        history.put(owner, salt, b"said", b"place", [1])
+        history.put(owner, salt, b"digest", b"prefix", [1])
     history.flush("a")
     assert [history.has_any(each) for each in (ME, YOU, b"nobody")] == [False, True, True]
     history.flush(None)
@@ -57,18 +62,24 @@ def test_a_flush_forgets_the_answers_of_a_salt():
     assert (history.has_any(YOU), history.num_bytes) == (False, 0)
 
 
-def test_a_place_is_all_ids_before_it():
-    place = Place([1, 2])
-    place.add([3])
-    assert place.behind([4]) == Place([1, 2, 3, 4]).behind([]) == Place().behind([1, 2, 3, 4])
-    assert place.behind([4]) != place.behind([5])
+def test_a_prefix_digest_covers_all_ids_before_it():
+    prefix = PrefixDigest([1, 2])
+    prefix.add([3])
+    assert (
+        prefix.after([4])
+        == PrefixDigest([1, 2, 3, 4]).after([])
+        == PrefixDigest().after([1, 2, 3, 4])
+    )
+    assert prefix.after([4]) != prefix.after([5])
 
 
 def test_what_a_message_says_is_its_content_thoughts_and_calls():
     call = {"id": "x", "function": {"name": "f", "arguments": {"a": 1, "b": 2}}}
     same = {"id": "y", "function": {"name": "f", "arguments": '{"b": 2, "a": 1}'}}
-    assert said_of({"content": None}) == said_of({"content": "", "tool_calls": []})
-    assert said_of({"tool_calls": [call]}) == said_of({"content": "\n", "tool_calls": [same]})
+    assert message_digest({"content": None}) == message_digest({"content": "", "tool_calls": []})
+    assert message_digest({"tool_calls": [call]}) == message_digest(
+        {"content": "\n", "tool_calls": [same]}
+    )
     texts = [
         {"content": "a"},
         {"content": "a "},
@@ -77,5 +88,5 @@ def test_what_a_message_says_is_its_content_thoughts_and_calls():
         {"content": "a", "tool_calls": [call, call]},
         {"content": "a", "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}]},
     ]
-    assert len({said_of(each) for each in texts}) == len(texts)
-    assert said_of({"content": [{"type": "text", "text": "a"}]}) is None
+    assert len({message_digest(each) for each in texts}) == len(texts)
+    assert message_digest({"content": [{"type": "text", "text": "a"}]}) is None

@@ -17,7 +17,7 @@ from foretoken import SamplingParams
 from foretoken.api.build.model_files import BUILTIN, find_model
 from foretoken.api.parsing.output_format import Syntax
 from foretoken.api.runtime.preprocess import closing_limit
-from foretoken.api.structured.closing import RETRY, ClosingPath, _Place
+from foretoken.api.structured.closing import RETRY, ClosingPath, _Position
 from foretoken.api.structured.compiler import Grammars
 from foretoken.api.structured.ends.spelling import Speller, text_of
 from foretoken.api.structured.matcher import Grammar, GrammarMatcher
@@ -166,7 +166,7 @@ def test_a_token_that_ends_a_text_earlier_leaves_the_rest_of_the_end(bench: Benc
     end = closer.tokens.spell(b'abc","n":1}')
     quote = closer.tokens.id_of(b'"')
     assert quote is not None
-    rests = [text_of(closer.tokens, each) for each in closer.behind(end, quote)]
+    rests = [text_of(closer.tokens, each) for each in closer.after_token(end, quote)]
     assert b',"n":1}' in rests
 
 
@@ -174,7 +174,7 @@ def test_inside_a_character_the_next_token_is_a_place_again(bench: Bench) -> Non
     closer = bench.compile(json_schema=ITEM).closer
     assert closer is not None
     path = ClosingPath(closer, [1, 2], 40)
-    path._places = {5: _Place(None), 6: _Place(None, is_inside=True)}
+    path._positions = {5: _Position(None), 6: _Position(None, is_inside=True)}
     assert (path._following(5), path._following(6)) == (5 + RETRY, 7)
 
 

@@ -107,7 +107,7 @@ def test_nesting_is_cut_where_the_pattern_would_be_too_long():
         ("start: a\na: (", "not closed"),
         ('x: "a"', "no rule named start"),
         ('"a"', "before the first rule"),
-        ("%import python.X\nstart: X", "only terminals of common"),
+        ("%import python.X\nstart: X", "only terminals of the library common"),
         ("%import common.NONE\nstart: NONE", "no terminal NONE"),
         ('start: "a" & "b"', "not supported"),
         ('start: ~"b"', "not supported"),

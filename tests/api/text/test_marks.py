@@ -99,7 +99,7 @@ def test_parts_without_a_replaced_text_have_the_ids_of_the_whole(plain):
     for text in ("hello there", f"a{special}b  c", f"{special}\n{special} the end", ""):
         assert encoder.encode_with(text, {"#": ""}) == plain.encode_word(text)
     behind = encoder.encode_with(f"quick{special}fox", {"#": ""}, is_first=False)
-    assert behind == plain.encode_behind(f"quick{special}fox")
+    assert behind == plain.encode_after(f"quick{special}fox")
 
 
 def test_a_broken_mark_gives_no_id_of_a_mark(plain):

@@ -30,7 +30,7 @@ def fallback(byte_fallback_folder):
 
 
 def spell(detokenizer, ids):
-    return "".join(map(detokenizer.push, ids)) + detokenizer.flush()
+    return "".join(map(detokenizer.decode, ids)) + detokenizer.finish()
 
 
 def random_ids(seed, size):
@@ -40,7 +40,7 @@ def random_ids(seed, size):
 
 
 def spell_at_once(detokenizer, ids):
-    return detokenizer.push_all(ids) + detokenizer.flush()
+    return detokenizer.decode_all(ids) + detokenizer.finish()
 
 
 def test_random_tokens_of_a_byte_level_vocabulary_spell_what_decode_says(tokenizer):
@@ -70,7 +70,7 @@ def test_an_answer_keeps_the_space_between_it_and_its_prompt(metaspace):
 @pytest.mark.parametrize("text", ["ab cd", "a 東京 b", "é", "😀😀 ab", " x", "naïve  ef"])
 def test_byte_tokens_are_put_together_to_characters(fallback, text):
     ids = fallback.encode_word(text)
-    pieces = [fallback.detokenizer().push(token_id) for token_id in ids]
+    pieces = [fallback.detokenizer().decode(token_id) for token_id in ids]
     assert any(not piece for piece in pieces) or text == "ab cd"
     assert spell(fallback.detokenizer(), ids) == text == fallback.decode(ids)
 
@@ -79,9 +79,9 @@ def test_invalid_bytes_neither_grow_nor_change_what_was_sent(fallback):
     detokenizer = fallback.detokenizer()
     byte = {value: token_id for token_id, value in fallback._byte_values.items()}
     ids = [byte[value] for value in "€".encode()] + [byte[0xFF]] * 50
-    sent = [detokenizer.push(token_id) for token_id in ids]
+    sent = [detokenizer.decode(token_id) for token_id in ids]
     assert "".join(sent) == "€" + REPLACEMENT * 50
-    assert detokenizer.flush() == ""
+    assert detokenizer.finish() == ""
 
 
 def test_a_window_waits_for_the_rest_of_a_character_but_not_for_ever():
@@ -91,18 +91,18 @@ def test_a_window_waits_for_the_rest_of_a_character_but_not_for_ever():
         skipped=frozenset(),
         byte_values={},
     )
-    assert [detokenizer.push(value) for value in "a€b".encode()] == ["a", "", "", "€", "b"]
-    assert "".join(detokenizer.push(0xFF) for _ in range(8)) == REPLACEMENT * 8
-    assert detokenizer.push(0xE2) + detokenizer.flush() == REPLACEMENT
+    assert [detokenizer.decode(value) for value in "a€b".encode()] == ["a", "", "", "€", "b"]
+    assert "".join(detokenizer.decode(0xFF) for _ in range(8)) == REPLACEMENT * 8
+    assert detokenizer.decode(0xE2) + detokenizer.finish() == REPLACEMENT
 
 
 def test_an_incomplete_character_is_held_back_and_shown_as_one_mark_at_the_end(tokenizer):
     detokenizer = tokenizer.detokenizer()
     by_bytes = {tokenizer.token_bytes(i): i for i in range(len(tokenizer.vocab))}
     first, second, *_ = "東".encode()
-    assert detokenizer.push(by_bytes[bytes([first])]) == ""
-    assert detokenizer.push(by_bytes[bytes([second])]) == ""
-    assert detokenizer.flush() == REPLACEMENT
+    assert detokenizer.decode(by_bytes[bytes([first])]) == ""
+    assert detokenizer.decode(by_bytes[bytes([second])]) == ""
+    assert detokenizer.finish() == REPLACEMENT
 
 
 def test_special_tokens_are_not_text_and_ids_without_a_token_are_nothing(tokenizer):
@@ -154,10 +154,10 @@ class Letters:
     def __init__(self, texts):
         self._texts = texts
 
-    def push(self, token_id):
+    def decode(self, token_id):
         return self._texts[token_id]
 
-    def flush(self):
+    def finish(self):
         return "!"
 
 
@@ -184,7 +184,7 @@ def test_what_is_taken_adds_up_to_the_whole_text_cut_at_the_stop(texts, stops, m
     answer = AnswerText(Letters(texts), stops=stops, min_tokens=min_tokens)
     taken, stopped = [], None
     for token_id in range(len(texts)):
-        stopped = answer.push(token_id)
+        stopped = answer.add_token(token_id)
         if stopped:
             break
         if rng.random() < 0.6:
@@ -195,23 +195,23 @@ def test_what_is_taken_adds_up_to_the_whole_text_cut_at_the_stop(texts, stops, m
 
 def test_what_may_become_a_stop_string_is_held_back_and_then_shown():
     answer = AnswerText(Letters(["x</", "st", "ay"]), stops=["</stop>"])
-    assert answer.push(0) is None
+    assert answer.add_token(0) is None
     assert answer.take() == "x"
-    assert answer.push(1) is None
+    assert answer.add_token(1) is None
     assert answer.take() == ""
-    assert answer.push(2) is None
+    assert answer.add_token(2) is None
     assert answer.take() == "</stay"
 
 
 def test_the_longest_of_the_stop_strings_that_complete_together_wins():
     answer = AnswerText(Letters(["xab"]), stops=["b", "ab"])
-    assert answer.push(0) == "ab"
+    assert answer.add_token(0) == "ab"
     assert answer.take(final=True) == "x"
 
 
 def test_stop_strings_do_not_count_before_min_tokens():
     answer = AnswerText(Letters(["a.", "b.", "c.", "d."]), stops=["."], min_tokens=3)
-    assert [answer.push(i) for i in range(3)] == [None, None, "."]
+    assert [answer.add_token(i) for i in range(3)] == [None, None, "."]
     assert answer.take(final=True) == "a.b.c"
 
 

@@ -146,7 +146,7 @@ def test_a_byte_level_decoder_alone_in_a_sequence_is_byte_level():
     detokenizer = loaded.detokenizer()
     assert isinstance(detokenizer, ByteDetokenizer)
     text = "👩‍👩‍👧 東京 é"
-    assert "".join(map(detokenizer.push, text.encode())) == text
+    assert "".join(map(detokenizer.decode, text.encode())) == text
     backend.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)])
     assert not Tokenizer(SimpleNamespace(backend_tokenizer=backend), max_model_len=9).is_byte_level
 

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from foretoken.core.engine.model_thread import Job, Watchdog
-from foretoken.core.engine.step_executor import MAX_FAILURES, OverlapWork, StepExecutor
+from foretoken.core.engine.step_executor import MAX_FRUITLESS_STEPS, OverlapWork, StepExecutor
 from foretoken.core.interface.output import StepOutput
 from foretoken.core.interface.plan import StepPlan
 from foretoken.core.scheduling.scheduler import Event
@@ -82,10 +82,10 @@ def test_a_step_is_over_before_what_failed_meanwhile_is_raised(is_much) -> None:
 def test_failures_count_in_a_row_and_not_in_all() -> None:
     async def scenario() -> None:
         scene, good, bad = Scene(), FakeRunner(page_size=4), Broken(page_size=4)
-        for index in range(2 * MAX_FAILURES):
+        for index in range(2 * MAX_FRUITLESS_STEPS):
             assert await scene.step(f"bad-{index}", bad) is None
             assert await scene.step(f"good-{index}", good) is not None
-        for index in range(MAX_FAILURES - 1):
+        for index in range(MAX_FRUITLESS_STEPS - 1):
             await scene.step(f"bad again-{index}", bad)
         with pytest.raises(RuntimeError):
             await scene.step("the last", bad)

@@ -34,11 +34,11 @@ def test_a_path_leads_from_the_first_level_to_its_node() -> None:
 @pytest.mark.parametrize("draft", [CHAIN, TREE])
 def test_the_first_nodes_of_a_draft_are_a_draft(draft: Draft) -> None:
     for count in range(len(draft.token_ids) + 2):
-        first = draft.first(count)
+        first = draft.first_nodes(count)
         assert list(first.token_ids) == list(draft.token_ids[:count])
         assert list(first.parents) == list(draft.parents[:count])
         assert len(first.sources) == len(first.token_ids)
-    assert NO_DRAFT.first(3).trunk() == NO_DRAFT
+    assert NO_DRAFT.first_nodes(3).trunk() == NO_DRAFT
 
 
 @pytest.mark.parametrize("parents", [(0, 1), (3,), (-2, 0), (-1,)])

@@ -70,7 +70,7 @@ def test_a_pass_is_told_in_integers_and_comes_whole() -> None:
         "starts", "lens", "first_rows", "page_counts", "pages", "tail_lens", "tails",
     ):  # fmt: skip
         assert np.array_equal(getattr(found, name), getattr(batch, name)), name
-    assert (found.page_size, found.turned_until) == (batch.page_size, batch.turned_until)
+    assert (found.page_size, found.rope_until) == (batch.page_size, batch.rope_until)
     assert found.num_logits == 0, "the other ranks compute no logits"
     assert np.array_equal(found.page_table, batch.page_table)
 

@@ -131,9 +131,9 @@ def test_the_runs_of_logits_are_those_of_the_segments() -> None:
     ]
     assert plan.counts == [segment.num_logits for segment in segments]
     rows = iter(layout.sample_rows())
-    for first, count in zip(plan.rows, plan.counts, strict=True):
+    for last, count in zip(plan.rows, plan.counts, strict=True):
         positions = [next(rows).position for _ in range(count)]
-        assert positions == list(range(first.position, first.position + count))
+        assert positions == list(range(last.position - count + 1, last.position + 1))
 
 
 def test_a_request_with_extras_is_laid_out_as_segments() -> None:

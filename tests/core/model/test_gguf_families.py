@@ -317,8 +317,8 @@ def test_a_file_of_gemma_4_with_experts_and_keys_as_values(kind: GgmlType, tmp_p
         return
     layer = load_decoder(file, backend="native").weights.layers[0]
     assert layer.extras is not None
-    assert layer.extras.beside is not None
-    experts = layer.extras.beside.experts.experts
+    assert layer.extras.experts is not None
+    experts = layer.extras.experts.experts.experts
     assert {each.struct.kind for mlp in experts for each in mlp.linears} == {5}  # stayed packed
 
 

@@ -124,4 +124,4 @@ def test_rows_may_be_turned_further_than_they_see(folder: Path, backend: str) ->
 
 def moved(batch: RaggedBatch, distance: int) -> RaggedBatch:
     positions = batch.positions + distance
-    return replace(batch, positions=positions, turned_until=int(positions.max()) + 1)
+    return replace(batch, positions=positions, rope_until=int(positions.max()) + 1)

@@ -72,7 +72,7 @@ def test_experts_whose_columns_cannot_be_cut_are_shared_out_whole(
     torch.testing.assert_close(logits_of(ranks, CHUNKS), alone, atol=3e-5, rtol=0)
     for number, each in enumerate(ranks):
         mlp = each.weights.layers[-1].extras or each.weights.layers[-1].mlp
-        experts = mlp.beside.experts if isinstance(mlp, Gemma4Extras) and mlp.beside else mlp
+        experts = mlp.experts.experts if isinstance(mlp, Gemma4Extras) and mlp.experts else mlp
         assert isinstance(experts, ExpertWeights)
         assert (experts.first, len(experts.experts)) == (4 * number, 4)
 

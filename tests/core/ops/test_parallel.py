@@ -66,7 +66,7 @@ def test_a_rank_that_is_gone_ends_the_sum_of_the_others(tmp_path) -> None:
 
 
 def test_a_sum_before_the_engine_starts_does_not_wait_without_end(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(parallel, "MEETING", timedelta(seconds=2))
+    monkeypatch.setattr(parallel, "CONNECT_TIMEOUT", timedelta(seconds=2))
     comms = gloo_comms(tmp_path, 2)
     with pytest.raises(RankLost, match=r"[Tt]imed out"):
         comms[0].sum(drawn(0), torch.float32)

@@ -16,7 +16,7 @@ from torch import Tensor
 from foretoken.core.model.description.fold import mamba_orders
 from foretoken.core.ops.base import Ops
 from foretoken.core.ops.batch import NOTHING_MORE, Segment, build_batch
-from foretoken.core.ops.kv_pool import KvPlace, KVPool
+from foretoken.core.ops.kv_pool import KvLayer, KVPool
 from foretoken.core.ops.layers import run_layers
 from foretoken.core.ops.mixers.attention import AttentionWeights
 from foretoken.core.ops.mixers.conv import ConvShape
@@ -344,7 +344,7 @@ class Mixers:
             head_norm=HeadNorm(torch.rand(3, 16) + 0.5, 1e-6),
             o=self.matrix(hidden, 2 * 16),
             window=None,
-            place=KvPlace(0, 0),
+            kv=KvLayer(0, 0),
             gate=2 * 16,
         )
         layers = tuple(

@@ -6,7 +6,9 @@ import pytest
 
 from foretoken.core.interface.draft import Draft
 from foretoken.core.interface.output import RequestOutput, TokenLogprob
+from foretoken.core.interface.protocols import NO_SPECULATION
 from foretoken.core.interface.request import Delta, FinishReason, Request
+from foretoken.core.scheduling.accounting import CommittedRow, StepAccounts
 from foretoken.core.scheduling.output_processor import take_output
 from foretoken.core.scheduling.shares import schedule_request
 from support.fake_model import EOS, make_request
@@ -22,8 +24,14 @@ def running(**params: object) -> Request:
 
 
 def take(request: Request, *, now: float = 1.0, **output: object) -> Delta:
+    """Take an outcome and account for it; return the delta."""
     row = schedule_request(request, len(request.tokens))
-    return take_output(request, row, RequestOutput(request_id="a", **output), now)  # type: ignore[arg-type]
+    out = RequestOutput(request_id="a", **output)  # type: ignore[arg-type]
+    delta = take_output(request, row, out)
+    accounts = StepAccounts(NO_SPECULATION, lambda _tenant, _num_tokens: None)
+    accounts.add(CommittedRow(request, row, out, delta, now, is_plain=True))
+    accounts.settle()
+    return delta
 
 
 @pytest.mark.parametrize(("token_id", "told"), [(EOS, None), (NAMED, NAMED)])

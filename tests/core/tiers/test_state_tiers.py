@@ -35,7 +35,7 @@ class Bytes:
     def write(self, index: int) -> None:
         self.rows[index] = bytes(self._staged)
 
-    def stand_at(self, slot: int, position: int) -> None:
+    def set_position(self, slot: int, position: int) -> None:
         self.positions[slot] = position
 
 

@@ -15,7 +15,7 @@ from foretoken.core.interface.extras.transfers import PageOffer, PoolMemory, Reg
 from foretoken.core.interface.request import Request
 from foretoken.core.interface.sampling import SamplingMetadata, TokenSamplingParams
 from foretoken.core.tiers.keys import PageKeys, chain_keys, root_key
-from foretoken.core.tiers.transfer_params import SECONDS, TransferParams
+from foretoken.core.tiers.transfer_params import VALID_SECONDS, TransferParams
 from foretoken.radix_cache import PrefixCache
 
 FINGERPRINT = b"f" * 32
@@ -162,7 +162,7 @@ def test_pages_that_something_else_computed_are_refused_and_freed(options: Any) 
 def test_parameters_are_good_for_a_while() -> None:
     p, d = Side(gives=True), Side(takes=True)
     params = carried(p.params.write(computed(p)))
-    d.now += SECONDS
+    d.now += VALID_SECONDS
     assert d.params.read(params).offer is not None
     d.now += 1
     assert d.params.read(params) is NO_TRANSFER

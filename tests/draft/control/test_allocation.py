@@ -35,7 +35,7 @@ def candidates(
     table = np.array(lookup, dtype=float)
     number = len(table)
     return StepCandidates(
-        lookup=table,
+        lookup_survival=table,
         expected_accepted=np.array(lm, dtype=float).reshape(number, -1),
         num_uncached_draft_tokens=np.array(num_uncached_draft_tokens or [0] * number),
         budget=budget,
@@ -101,7 +101,7 @@ def test_nothing_is_taken_where_there_is_nothing_or_no_room() -> None:
     ):
         found = allocate(given, CostModel(LINE), 1.0)
         assert (found.num_rows, found.net_gain) == (0, 0.0)
-        assert len(found.num_lookup) == len(found.num_proposer) == len(given.lookup)
+        assert len(found.num_lookup) == len(found.num_proposer) == len(given.lookup_survival)
 
 
 def test_the_budget_goes_to_the_likeliest_tokens_of_all_requests() -> None:
@@ -296,7 +296,7 @@ def every_choice(given: StepCandidates) -> Iterator[list[tuple[int, int]]]:
             *((count, 0) for count in range(np.count_nonzero(free) + 1)),
             *((0, depth) for depth in range(1, np.count_nonzero(lm) + 1)),
         ]
-        for free, lm in zip(given.lookup, given.expected_accepted, strict=True)
+        for free, lm in zip(given.lookup_survival, given.expected_accepted, strict=True)
     ]
     for pairs in itertools.product(*choices):
         if sum(map(sum, pairs)) <= given.budget:
@@ -308,7 +308,7 @@ def net_of(
 ) -> float:
     """Expected tokens beyond the price of their rows and of the draft model's passes."""
     gain = sum(
-        given.lookup[row, :count].sum() + given.expected_accepted[row, :depth].sum()
+        given.lookup_survival[row, :count].sum() + given.expected_accepted[row, :depth].sum()
         for row, (count, depth) in enumerate(pairs)
     )
     chosen = sum(map(sum, pairs))

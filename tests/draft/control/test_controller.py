@@ -27,7 +27,7 @@ def candidates(
 ) -> StepCandidates:
     table = np.array(lookup, dtype=float)
     return StepCandidates(
-        lookup=table,
+        lookup_survival=table,
         expected_accepted=np.array(lm, dtype=float).reshape(len(table), -1),
         num_uncached_draft_tokens=np.full(len(table), num_uncached_draft_tokens),
         budget=budget,
@@ -55,7 +55,7 @@ def trials(
 def test_a_trial_is_one_token_of_the_request_that_lacks_least() -> None:
     controller = Controller(CostModel(CHEAP))
     given = StepCandidates(
-        lookup=np.zeros((4, 0)),
+        lookup_survival=np.zeros((4, 0)),
         expected_accepted=np.array([[0.02, 0.01], [0.0, 0.0], [0.02, 0.01], [0.02, 0.01]]),
         num_uncached_draft_tokens=np.array([30, 1, 5, 20]),  # the second may not be drafted for
         budget=9,
@@ -84,7 +84,7 @@ def test_a_hit_makes_up_for_two_failures() -> None:
     def num_idle() -> int:
         count = 0
         while not probes.is_due(0.0):
-            probes.idle(STEP_S)
+            probes.note_idle(STEP_S)
             count += 1
         return count
 

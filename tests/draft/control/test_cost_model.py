@@ -5,7 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from foretoken.draft.control.cost_model import CostCurve, CostModel, Mean, StepProfile, best_chain
+from foretoken.draft.control.cost_model import (
+    CostCurve,
+    CostModel,
+    Mean,
+    StepProfile,
+    best_chain_speedup,
+)
 
 TABLE = {1: 0.010, 2: 0.011, 4: 0.012, 8: 0.020, 16: 0.030}
 PROFILE = StepProfile(TABLE, {1: 0.001, 8: 0.002})
@@ -309,7 +315,7 @@ def test_a_machine_that_became_slower_has_dearer_keys() -> None:
 
 def test_the_best_chain_is_as_long_as_its_odds_and_prices_let_it_be() -> None:
     level = {1: 1.0, 9: 1.0}
-    assert best_chain(StepProfile(level, {1: 1e-9}), 1.0) == pytest.approx(9.0)
-    assert best_chain(StepProfile(level, {1: 1e-9}), 1.0, longest=3) == pytest.approx(4.0)
-    assert best_chain(StepProfile(level, {1: 0.5}), 0.7) == pytest.approx(1.7 / 1.5)
-    assert best_chain(StepProfile(level, {1: 0.8}), 0.7) == 1.0, "no draft at all"
+    assert best_chain_speedup(StepProfile(level, {1: 1e-9}), 1.0) == pytest.approx(9.0)
+    assert best_chain_speedup(StepProfile(level, {1: 1e-9}), 1.0, longest=3) == pytest.approx(4.0)
+    assert best_chain_speedup(StepProfile(level, {1: 0.5}), 0.7) == pytest.approx(1.7 / 1.5)
+    assert best_chain_speedup(StepProfile(level, {1: 0.8}), 0.7) == 1.0, "no draft at all"

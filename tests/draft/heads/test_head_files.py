@@ -121,7 +121,7 @@ def change_tensors(folder: Path, drop: str = "", **added: torch.Tensor) -> None:
         ("dspark", {"mask_token_id": 64}, "mask_token_id is 64"),
         ("dspark", {"mask_token_id": None, "dflash_config": {}}, "mask_token_id is missing"),
         ("dspark", {"markov_head_type": "deep"}, "markov_head_type 'deep' is not supported"),
-        ("dspark", {"hidden_act": "gelu"}, "hidden_act other than silu"),
+        ("dspark", {"hidden_act": "gelu"}, "hidden_act must be silu"),
         ("dspark", {"foretoken": {"kind": "block", "taps": [1, 9]}}, "foretoken.taps names"),
         ("dspark", {"foretoken": {"odds": {"sampled": [1.0, 2.0]}}}, "odds.sampled must be three"),
         ("dspark", {"architectures": ["DFlash2DraftModel"]}, "dflash2 are not supported"),
@@ -151,7 +151,7 @@ def test_tensors_that_the_config_does_not_imply_are_named(tmp_path: Path) -> Non
         open_head(tmp_path, TARGET).load()
     save_head(make("eagle, reduced"), tmp_path)
     change_tensors(tmp_path, d2t=torch.full((24,), 60))
-    with pytest.raises(ModelLoadError, match="d2t must map to distinct token ids below 64"):
+    with pytest.raises(ModelLoadError, match=r"d2t\[i\] \+ i must be distinct ids below 64"):
         open_head(tmp_path, TARGET).load()
 
 

@@ -21,7 +21,7 @@ from foretoken.core.model.decoder import Decoder
 from foretoken.core.model.loader import load_decoder
 from foretoken.core.ops.kv_pool import KVPool
 from foretoken.core.ops.native import native_library
-from foretoken.draft.heads.block import BLOCKS_A_PASS, BlockPass, _Pairs
+from foretoken.draft.heads.block import BLOCKS_A_PASS, BlockPass, _NumpyMarkov
 from foretoken.draft.heads.block_network import BlockHead
 from foretoken.draft.heads.common.head_kv import Written
 from foretoken.draft.heads.common.layers import Head
@@ -229,7 +229,7 @@ def test_pairs_are_the_markov_heads_and_unknown_tokens_have_none(target: Decoder
     head.set_draft_ids(torch.arange(90) * 2 + 3)
     head, alone = lent(head, target)
     pack_linears(head, target.ops)
-    pairs = _Pairs.of(head)
+    pairs = _NumpyMarkov.of(head)
     assert pairs is not None
     assert alone.markov_head is not None
     before, rows = [3, 4, 181, 200, 0], [0, 2, 2, 1, 0]

@@ -320,7 +320,7 @@ def test_a_block_whose_rows_see_only_those_before_would_show(native, monkeypatch
     def causal(self: BlockPass, *args: Any) -> list[PassRows]:
         (rows,) = rows_of(self, *args)
         return [
-            PassRows([token_id], rows.position + at, [slot], rows.seen, rows.beside[: at + 1])
+            PassRows([token_id], rows.position + at, [slot], rows.seen, rows.draft_slots[: at + 1])
             for at, (token_id, slot) in enumerate(zip(rows.token_ids, rows.slots, strict=True))
         ]
 

@@ -20,7 +20,7 @@ from foretoken.core.interface.plan import ScheduledRequest
 from foretoken.core.interface.request import Request
 from foretoken.core.interface.sampling import SamplingMetadata, TokenSamplingParams
 from foretoken.core.model.decoder import OwnDecoder
-from foretoken.core.model.description.config import BESIDE_THE_MODEL
+from foretoken.core.model.description.config import MTP_BESIDE_MODEL
 from foretoken.core.model.drafting.mtp import count_mtp_layers, load_mtp_layer
 from foretoken.core.model.families.experts import glm4_moe
 from foretoken.core.model.families.registry import MODEL_FAMILIES
@@ -198,7 +198,7 @@ def test_a_layer_beside_the_model_is_the_same(
         },
     )
     monkeypatch.setitem(
-        MODEL_FAMILIES, "glm4_moe", lambda fields: replace(glm4_moe(fields), mtp=BESIDE_THE_MODEL)
+        MODEL_FAMILIES, "glm4_moe", lambda fields: replace(glm4_moe(fields), mtp=MTP_BESIDE_MODEL)
     )
     same_levels(tmp_path, load(tmp_path, "torch"), expected)
 

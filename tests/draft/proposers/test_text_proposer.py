@@ -270,7 +270,7 @@ def test_of_a_draft_that_was_cut_only_what_was_verified_was_tried(pair) -> None:
     (draft,) = proposer.propose([row])
     assert len(draft.token_ids) == 4
     before = proposer._chances[False].survival(1)[0]
-    output = RequestOutput(request_id="a", token_ids=[1, 2], draft=draft.first(1), path=[0])
+    output = RequestOutput(request_id="a", token_ids=[1, 2], draft=draft.first_nodes(1), path=[0])
     nothing: Any = None
     proposer.observe(nothing, nothing, [VerifiedRequest(row, [0, 1], output)])
     learnt = proposer._chances[False]

@@ -69,7 +69,7 @@ def gain_of(tree: TreeGrowth) -> float:
     group = _Group([tree])
     group.rank()
     paths, _ = group._by_gain(group.frontiers(None))
-    return group._more(paths)
+    return group._added_net_gain(paths)
 
 
 def draft_of(tree: TreeGrowth, owed: int = 0) -> Draft:
@@ -194,7 +194,7 @@ def test_no_two_nodes_share_a_slot_and_only_the_best_path_lies_at_home() -> None
             tree.expand(node, CLEAR if tree.nodes[node].level % 2 else CLOSE)
     slots = [node.slot for node in tree.nodes if node.slot is not None]
     assert len(set(slots)) == len(slots) > 10
-    home = [node.slot for node in tree.nodes if node.is_first and node.slot is not None]
+    home = [node.slot for node in tree.nodes if node.on_trunk and node.slot is not None]
     assert home == list(range(6, 6 + len(home)))
     assert all(slot >= 50 * PAGE_SIZE for slot in set(slots) - set(home))
 

@@ -174,7 +174,7 @@ def test_batches_hold_everything_once_an_epoch_and_go_on_from_a_place():
     assert sorted(map(id, seen)) == sorted(map(id, conversations))
     place = (shuffler.epoch, shuffler.cursor)
     other = Shuffler(conversations, 12, seed=3)
-    other.place(*place)
+    other.seek(*place)
     assert [other.next() for _ in range(30)] == [shuffler.next() for _ in range(30)]
 
 

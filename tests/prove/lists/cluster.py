@@ -311,7 +311,7 @@ MUTATIONS = (
     ),
     Mutation(
         "cluster-whole-answers-go-on",
-        "HostedEngine._check_goes_on",
+        "HostedEngine._check_incomplete",
         "request.num_output >= most",
         "request.num_output > most",
         ("test_an_output_that_has_ended_is_refused",),

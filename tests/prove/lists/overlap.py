@@ -72,7 +72,7 @@ MUTATIONS = (
     Mutation(
         "stepper-recovers-while-the-device-computes",
         "StepExecutor._abandon_next",
-        "output = await self._compute(in_flight, self._clock())  # a running step is not stopped",
+        "output = await self._compute(in_flight, self._clock())  # a launched step must end first",
         "output = None",
         ("test_nothing_is_run_again_before_what_followed_a_failure_is_over",),
         "no two steps write the same pages at once",

@@ -23,7 +23,7 @@ MUTATIONS = (
     ),
     Mutation(
         "pins-of-sessions-are-without-number",
-        "PinnedPrefixes._move",
+        "PinnedPrefixes._add_to_session",
         "while len(self._sessions) > self.total_quota:",
         "while False:",
         ("test_a_flood_of_sessions_pins_and_remembers_no_more_than_the_quota",),
@@ -39,7 +39,7 @@ MUTATIONS = (
     ),
     Mutation(
         "pins-of-sessions-stay-behind",
-        "_goes_on",
+        "_continues",
         "return 2 * shared >= before.lock.num_pages",
         "return shared == before.lock.num_pages",
         ("test_a_new_turn_moves_the_pin",),

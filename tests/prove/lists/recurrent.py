@@ -20,7 +20,7 @@ MUTATIONS = (
     Mutation(
         "recurrent-graph-leaves-positions-behind",
         "_Captured.run",
-        "            move_on(batch, states)\n",
+        "            record_positions(batch, states)\n",
         "            pass\n",
         (_MIXERS,),
         "the positions of states move on with a graph's replay",
@@ -29,7 +29,7 @@ MUTATIONS = (
         "recurrent-graph-tells-before-it-is-launched",
         "_Captured.run",
         "        self.graph.replay()\n",
-        "        wanted.tell_started()\n        self.graph.replay()\n",
+        "        wanted.notify_started()\n        self.graph.replay()\n",
         (_TOLD,),
         "Python's lock is given away behind the launch",
     ),
@@ -147,7 +147,7 @@ MUTATIONS = (
     ),
     Mutation(
         "latent-positions-are-not-interleaved",
-        "_turned",
+        "_rope_order",
         "interleaved=config.fold.interleaved",
         "interleaved=False",
         (_LATENT,),
@@ -211,7 +211,7 @@ MUTATIONS = (
     ),
     Mutation(
         "stream-is-not-what-the-norm-returned",
-        "restart",
+        "norm_stream",
         "if (step->decoder->norms_stream)",
         "if (0)",
         (_HYBRID,),
@@ -219,7 +219,7 @@ MUTATIONS = (
     ),
     Mutation(
         "factor-behind-the-mixer-is-forgotten",
-        "_mix_and_think",
+        "_mixer_and_mlp",
         "layer.mlp_norm, layer.factors[0])",
         "layer.mlp_norm)",
         (_HYBRID,),

@@ -48,7 +48,7 @@ MUTATIONS = (
     Mutation(
         "drafting-keeps-a-draft-without-pages",
         "allocate_draft_pages",
-        "draft, max_draft = plan.draft.trunk().first(room), min(plan.max_draft, room)",
+        "draft, max_draft = plan.draft.trunk().first_nodes(room), min(plan.max_draft, room)",
         "draft, max_draft = plan.draft, plan.max_draft",
         ("test_a_draft_is_cut_to_the_free_pages",),
         "a draft is cut to the pages that are free",

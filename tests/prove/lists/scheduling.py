@@ -40,7 +40,7 @@ MUTATIONS = (
     Mutation(
         "scheduler-small-newcomers-first",
         "RequestTable.candidates",
-        "                return  # later requests must not take the pages that it waits for\n",
+        "                return  # later requests must not take pages before this one\n",
         "                self.waiting.pass_over(request)\n                continue\n",
         ("test_small_newcomers_do_not_starve_a_large_request",),
         "small newcomers do not starve a large request",
@@ -127,9 +127,9 @@ MUTATIONS = (
     ),
     Mutation(
         "tenants-drafts-are-free",
-        "Scheduler.commit",
-        "self.waiting.charge(request.tenant, num_drafted)",
-        "self.waiting.charge(request.tenant, 0)",
+        "StepAccounts._account",
+        "self._charge(request.tenant, num_drafted)",
+        "self._charge(request.tenant, 0)",
         ("test_rejected_drafts_are_charged_to_whoever_had_them",),
         "rejected drafts are charged to their owner",
     ),

@@ -53,7 +53,7 @@ MUTATIONS = (
         "StepExecutor._compute",
         (
             "            finally:\n"
-            "                # requests must not change while the thread reads them\n"
+            "                # Requests must not change while the model thread reads them.\n"
             "                output = await self._outcome(job, in_flight.plan)"
         ),
         "            except ValueError:\n                raise\n"
@@ -88,7 +88,7 @@ MUTATIONS = (
     Mutation(
         "thread-lets-go-of-a-running-call",
         "Job.result",
-        "self._ended = self.loop.create_future()  # the wait was cancelled, not the job",
+        "self._ended = self.loop.create_future()  # the cancellation ended the future only",
         "break",
         ("test_who_is_cancelled_waits_for_the_call_to_end",),
         "law 5: requests do not change under a step",

@@ -134,8 +134,8 @@ MUTATIONS = (
     Mutation(
         "states-take-drafts-that-branch",
         "as_chain",
-        "plan.draft.trunk().first(MAX_STATE_DRAFT)",
-        "plan.draft.first(MAX_STATE_DRAFT)",
+        "plan.draft.trunk().first_nodes(MAX_STATE_DRAFT)",
+        "plan.draft.first_nodes(MAX_STATE_DRAFT)",
         ("test_a_draft_is_cut_to_a_chain_that_a_log_has_room_for",),
         "the log of a state holds a chain",
     ),

@@ -162,8 +162,8 @@ MUTATIONS = (
     Mutation(
         "loading-is-planned",
         "Scheduler.schedule",
-        "each.num_pending > 1 and each.transfer.load is None",
-        "each.num_pending > 1",
+        "e.num_pending > 1 and e.transfer.load is None",
+        "e.num_pending > 1",
         ("test_a_late_load_is_given_up_and_its_pages_are_nobodys_until_the_thread_returns",),
         "no step touches a page under I/O",
     ),

@@ -30,18 +30,18 @@ def norm_pointer(norm: Norm | None) -> ctypes._Pointer[Structure] | None:
     return None if norm is None else ctypes.pointer(norm_struct(norm))
 
 
-def turn_struct(norm: HeadNorm | None, tables: Tables, *, writes: bool, gate: int = 0) -> Structure:
-    """Return the ``ft_turn`` of a layer: the RoPE tables and norm of its queries and keys.
+def rope_struct(norm: HeadNorm | None, tables: Tables, *, writes: bool, gate: int = 0) -> Structure:
+    """Return the ``ft_rope`` of a layer: the RoPE tables and norm of its queries and keys.
 
     ``writes``: the rows have keys and values, which are written to the pool. ``gate``: number of
     gate items after the values.
     """
     q_table, k_table = tables
-    turn = STRUCTS.ft_turn(q_table=q_table, k_table=k_table, writes=writes, gate=gate)
+    rope = STRUCTS.ft_rope(q_table=q_table, k_table=k_table, writes=writes, gate=gate)
     if norm is not None:
-        turn.norm, turn.eps = norm.weight.data_ptr(), norm.eps
-        turn.is_whole, turn.is_behind = norm.whole, norm.is_behind
-    return turn
+        rope.norm, rope.eps = norm.weight.data_ptr(), norm.eps
+        rope.over_all_heads, rope.is_after_rope = norm.whole, norm.is_after_rope
+    return rope
 
 
 def rule_struct(

@@ -130,7 +130,7 @@ def _packed(
     values = _ARENA.zeros(shape)
     at = 0
     for piece in pieces:
-        source, _lent = _source(piece)
+        source, _kept_alive = _source(piece)
         library.c.ft_pack(
             kind, ctypes.byref(source), piece.shape[0], at, in_features, values.data_ptr()
         )

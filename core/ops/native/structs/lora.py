@@ -24,13 +24,13 @@ CHUNK = 64  # outputs of a chunk; must be equal to FT_LORA_CHUNK of lora.h
 class NativeLora(PackedLora):
     """A LoRA update with A and B in the activations' dtype."""
 
-    __slots__ = ("_lent", "_num_bytes", "struct")
+    __slots__ = ("_kept_alive", "_num_bytes", "struct")
 
     def __init__(self, update: LoraUpdate, dtype: torch.dtype) -> None:
         a = update.a.to(dtype).contiguous()
         packed = [_chunks(block.b.to(dtype)) for block in update.blocks]
         blocks = (STRUCTS.ft_lora_block * len(packed))(*map(_block, update.blocks, packed))
-        self._lent = (a, packed)  # kept alive while the struct points into them
+        self._kept_alive = (a, packed)  # the struct points into them
         self._num_bytes = sum(each.nbytes for each in (a, *packed))
         ranks, in_features = a.shape
         self.struct = STRUCTS.ft_lora(
@@ -54,7 +54,7 @@ class AdaptedStructs:
     def __init__(
         self, adapted: Sequence[AdaptedRows], updates: Callable[[LoraWeights], Updates]
     ) -> None:
-        """Make the structs; ``updates`` returns an adapter's updates, made by `updates_of`."""
+        """Make the structs; ``updates`` returns the result of `updates_of` for an adapter."""
         self._updates = [updates(each.weights) for each in adapted]
         self._rows = [np.ascontiguousarray(each.rows, dtype=np.int64) for each in adapted]
         pairs = zip(self._updates, self._rows, strict=True)
@@ -66,11 +66,11 @@ class AdaptedStructs:
         )
 
 
-def updates_of(weights: LoraWeights, places: Sequence[PackedLinear | None]) -> Updates:
-    """Return the updates of the linears at ``places``, four per layer; NULL for no update."""
-    updates = (POINTER(STRUCTS.ft_lora) * len(places))()
-    for index, place in enumerate(places):
-        if (lora := weights.parts.get(place)) is not None:
+def updates_of(weights: LoraWeights, linears: Sequence[PackedLinear | None]) -> Updates:
+    """Return an adapter's update of each of ``linears``, four per layer; NULL for no update."""
+    updates = (POINTER(STRUCTS.ft_lora) * len(linears))()
+    for index, linear in enumerate(linears):
+        if (lora := weights.parts.get(linear)) is not None:
             assert isinstance(lora, NativeLora)
             updates[index] = ctypes.pointer(lora.struct)
     return updates
@@ -79,7 +79,7 @@ def updates_of(weights: LoraWeights, places: Sequence[PackedLinear | None]) -> U
 def add_lora(
     library: NativeLibrary, out: Tensor, x: Tensor, rows: Tensor, lora: PackedLora
 ) -> None:
-    """Add an update of some rows of ``x`` to the dense ``out``. Raises MemoryError."""
+    """Add an adapter's update of ``rows`` of ``x`` to the dense ``out``. Raises MemoryError."""
     assert isinstance(lora, NativeLora)
     x, rows = x.contiguous(), rows.contiguous()
     struct = STRUCTS.ft_lora_rows(

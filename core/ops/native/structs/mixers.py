@@ -13,22 +13,23 @@ from ...mixers.mixer import MixerWeights
 from ...mixers.recurrent import DeltaWeights, LightningWeights, Mamba2Weights, RecurrentWeights
 from ...weights import PackedLinear
 from ..declarations import STRUCTS
-from .declared import norm_pointer, rule_struct, turn_struct
+from .declared import norm_pointer, rope_struct, rule_struct
 from .linear import linear_pointer, native
 from .state import ConvStructs, RecurrentStructs
 
 
 class NativeMixer(NamedTuple):
-    """The ``ft_mixer`` of a mixer, and its widths for ``ft_decoder``.
+    """The ``ft_mixer`` of a mixer, and the widths that ``ft_decoder`` needs.
 
-    ``lends``: owner of the memory that the struct points to, for a mixer with states.
+    ``mixed``, ``gates``, ``read``: items per row of the kernel's input, gates and output.
+    ``owner``: owner of the memory that the struct points to, for a mixer with states.
     """
 
     struct: Structure
     mixed: int = 0
     gates: int = 0
     read: int = 0
-    lends: RecurrentStructs | ConvStructs | None = None
+    owner: RecurrentStructs | ConvStructs | None = None
 
 
 def is_compiled(weights: MixerWeights) -> bool:
@@ -46,12 +47,12 @@ def native_mixer(weights: MixerWeights) -> NativeMixer:
 
 def _attention(weights: AttentionWeights) -> NativeMixer:
     attention = STRUCTS.ft_attention(
-        turn=turn_struct(
+        rope=rope_struct(
             weights.head_norm, weights.tables, writes=weights.has_keys, gate=weights.gate
         ),
         rule=rule_struct(weights.window, weights.cap, weights.sinks, is_mutual=weights.is_mutual),
-        part=weights.place.part,
-        kv_layer=weights.place.layer,
+        part=weights.kv.part,
+        kv_layer=weights.kv.layer,
     )
     width = native(weights.qkv).out_features if weights.gate else 0
     return NativeMixer(STRUCTS.ft_mixer(attention=pointer(attention)), mixed=width)
@@ -68,9 +69,9 @@ def _latent(weights: LatentWeights) -> NativeMixer:
         q_width=shape.q_rank or len(weights.keys) * shape.query_dim,
     )
     attention = STRUCTS.ft_attention(
-        turn=turn_struct(None, weights.tables, writes=True),
-        part=weights.place.part,
-        kv_layer=weights.place.layer,
+        rope=rope_struct(None, weights.tables, writes=True),
+        part=weights.kv.part,
+        kv_layer=weights.kv.layer,
         latent=pointer(latent),
     )
     return NativeMixer(STRUCTS.ft_mixer(attention=pointer(attention)))
@@ -89,7 +90,7 @@ def _recurrent(weights: RecurrentWeights) -> NativeMixer:
         mixed=native(weights.in_proj).out_features,
         gates=0 if weights.gates is None else native(weights.gates).out_features,
         read=native(weights.out).in_features,
-        lends=rule,
+        owner=rule,
     )
 
 
@@ -99,7 +100,7 @@ def _conv(weights: ConvWeights) -> NativeMixer:
         STRUCTS.ft_mixer(conv=pointer(conv.struct)),
         mixed=native(weights.in_proj).out_features,
         read=native(weights.out).in_features,
-        lends=conv,
+        owner=conv,
     )
 
 

@@ -14,7 +14,7 @@ from ....interface.kv_codec import KV_CODECS, KvDtype
 from ...batch import RaggedBatch, pass_states
 from ...kv_pool import KVPool
 from ...weights import HeadLayout
-from ..declarations import STRUCTS
+from ..declarations import STRUCTS, address_of
 from ..library import DTYPES
 from .state import StatesStructs
 
@@ -24,7 +24,7 @@ MAX_PARTS = 4
 
 
 def unsuited(dtype: torch.dtype, heads: Sequence[HeadLayout], kv_dtype: KvDtype = "auto") -> str:
-    """Return the part of a model that the kernels cannot compute, or "" if they can."""
+    """Return a part of a model that the kernels do not support, or "" if they support it all."""
     if dtype not in DTYPES:
         return f"{dtype}"
     if KV_CODECS[kv_dtype].native_code is None:
@@ -83,7 +83,7 @@ class NativePlan:
         heads: HeadLayout,
         tables: Sequence[tuple[Tensor, Tensor]],
     ) -> None:
-        """Make the structs; ``tables``: cos and sin ``[num_rows, turned_dim / 2]`` of each."""
+        """Make the structs; ``tables``: cos and sin per table, ``[num_rows, rope_dim / 2]``."""
         if batch.num_rows != int(batch.lens.sum()):
             raise ValueError(
                 "the native kernels do not support batches with copies of their last row"
@@ -110,8 +110,8 @@ class NativePlan:
         self.logit_rows = batch.logit_rows if batch.num_logits < batch.num_rows else None
         self.heads = heads
         self.dtype = pool.dtype
-        # Kept alive while the structs point into them.
-        self._lent = (host, cos, sin, slots, pool)
+        # The structs point into them.
+        self._kept_alive = (host, cos, sin, slots, pool)
         states = pass_states(batch, pool.states)
         self.states = None if states is None else StatesStructs(batch, states)
         self.batch = STRUCTS.ft_batch(
@@ -122,7 +122,7 @@ class NativePlan:
             cos=cos.data_ptr(),
             sin=sin.data_ptr(),
             states=None if self.states is None else ctypes.pointer(self.states.struct),
-            **{name: each.ctypes.data for name, each in host.items()},
+            **{name: address_of(each) for name, each in host.items()},
         )
         self.kv = kv_struct(pool)
         self.head_struct = heads_struct(heads, pool.dtype)

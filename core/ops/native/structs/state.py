@@ -10,7 +10,7 @@ from ...batch import RaggedBatch
 from ...mixers.conv import ConvWeights
 from ...mixers.recurrent import RecurrentWeights, Rule
 from ...state_pool import StatePool
-from ..declarations import STRUCTS
+from ..declarations import STRUCTS, address_of
 from ..library import address
 
 MAX_TAPS = 8  # must be equal to FT_MAX_TAPS of state.h
@@ -25,7 +25,7 @@ class RecurrentStructs:
 
     def __init__(self, weights: RecurrentWeights) -> None:
         shape, taps = weights.shape, _taps_of(weights.conv)
-        self._lends = (weights, taps)
+        self._kept_alive = (weights, taps)
         self.struct = STRUCTS.ft_recurrence(
             rule=_RULES[weights.rule],
             num_key_heads=shape.num_key_heads,
@@ -55,7 +55,7 @@ class ConvStructs:
 
     def __init__(self, weights: ConvWeights) -> None:
         taps, bias = _taps_of(weights.conv), weights.bias
-        self._lends = (weights, taps)
+        self._kept_alive = (weights, taps)
         self.struct = STRUCTS.ft_conv(
             channels=weights.shape.channels,
             num_taps=weights.shape.conv_len,
@@ -90,7 +90,7 @@ class StatesStructs:
             "keeps": states.keeps,
         }
         arrays = {name: np.ascontiguousarray(each, dtype=np.int64) for name, each in own.items()}
-        self._lends = (pool, arrays)
+        self._kept_alive = (pool, arrays)
         self.struct = STRUCTS.ft_states(
             page_size=pool.page_size,
             ring=pool.ring,
@@ -102,5 +102,5 @@ class StatesStructs:
             slot_fields=pool.slot_offsets.ctypes.data,
             log_fields=pool.log_offsets.ctypes.data,
             at=pool.at.data_ptr(),
-            **{name: each.ctypes.data for name, each in arrays.items()},
+            **{name: address_of(each) for name, each in arrays.items()},
         )

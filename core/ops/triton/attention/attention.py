@@ -111,11 +111,11 @@ def attend_span(
         page = tl.load(pages_ptr + key // PAGE_SIZE, mask=is_key & (key < tail_from), other=0)
         slot = tl.load(tail_ptr + key - tail_from, mask=is_key & in_tail, other=0)
         page = tl.where(in_tail, slot // PAGE_SIZE, page)
-        place = tl.where(in_tail, slot, key) % PAGE_SIZE
+        offset = tl.where(in_tail, slot, key) % PAGE_SIZE
         block = page.to(tl.int64) * page_blocks + layer_block
-        k = load_tile(kv_ptr, scales_ptr, block, place, is_key,
+        k = load_tile(kv_ptr, scales_ptr, block, offset, is_key,
                       NUM_ITEMS, SCALES_AT, CODEC, HEAD_DIM, q.dtype)  # fmt: skip
-        v = load_tile(kv_ptr, scales_ptr, block + NUM_KV_HEADS, place, is_key,
+        v = load_tile(kv_ptr, scales_ptr, block + NUM_KV_HEADS, offset, is_key,
                       NUM_ITEMS, SCALES_AT, CODEC, HEAD_DIM, q.dtype)  # fmt: skip
         max_score, exp_sum, acc = attend_tile(
             q, position, key, k, v, max_score, exp_sum, acc, WINDOW, CAP
@@ -140,11 +140,11 @@ def attend_kernel(
     out_ptr,  # [T, NUM_HEADS * HEAD_DIM]
     kv_ptr,  # the pool's blocks
     scales_ptr,  # the pool's memory as float32, if vectors are scaled
-    acc_ptr,  # [num_places, NUM_HEADS, HEAD_DIM] float32
-    max_score_ptr,  # [num_places, NUM_HEADS] float32
-    exp_sum_ptr,  # [num_places, NUM_HEADS] float32
+    acc_ptr,  # [num_partials, NUM_HEADS, HEAD_DIM] float32
+    max_score_ptr,  # [num_partials, NUM_HEADS] float32
+    exp_sum_ptr,  # [num_partials, NUM_HEADS] float32
     positions_ptr,  # [T] last position that a row sees
-    places_ptr,  # [T] first place of a row's partial sums, or its tile's; -1: no partial sums
+    partials_ptr,  # [T] index of a row's first partial, or of its tile's; -1: none
     counts_ptr,  # [4] (index in words, number) of the narrow items, then of the wide ones
     sinks_ptr,  # [NUM_HEADS] float32, read where HAS_SINKS
     words_ptr,  # items of ITEM_WORDS numbers, and the rows, page ids and slots that they refer to
@@ -201,10 +201,10 @@ def attend_kernel(
                 NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, NUM_ITEMS, SCALES_AT, CODEC,
                 TILE, TILE_ROWS, WINDOW, CAP,
             )  # fmt: skip
-            place = tl.load(places_ptr + row, mask=is_row, other=0)
-            place += first - first_split(position, SPLIT, WINDOW)
+            partial = tl.load(partials_ptr + row, mask=is_row, other=0)
+            partial += first - first_split(position, SPLIT, WINDOW)
             store_partial(
-                acc_ptr, max_score_ptr, exp_sum_ptr, place * NUM_HEADS + head, is_row,
+                acc_ptr, max_score_ptr, exp_sum_ptr, partial * NUM_HEADS + head, is_row,
                 max_score, exp_sum, acc, HEAD_DIM,
             )  # fmt: skip
         else:
@@ -233,13 +233,13 @@ def attend_kernel(
                     )
             # A tile of several stretches stores the sums of all rows, also of rows that see none.
             first_row = tl.load(words_ptr + tl.load(words))
-            place = tl.load(places_ptr + first_row)
-            if place >= 0:
+            partial = tl.load(partials_ptr + first_row)
+            if partial >= 0:
                 seen_from = first_split(tl.load(positions_ptr + first_row), SPLIT, WINDOW)
-                place += (first // KV_SPLIT_GROUP - seen_from // KV_SPLIT_GROUP) * tl.cdiv(
+                partial += (first // KV_SPLIT_GROUP - seen_from // KV_SPLIT_GROUP) * tl.cdiv(
                     TILE_ROWS, GROUP
                 )
-                at = place * NUM_HEADS + kv_head * TILE_ROWS + queries
+                at = partial * NUM_HEADS + kv_head * TILE_ROWS + queries
                 store_partial(
                     acc_ptr, max_score_ptr, exp_sum_ptr, at, queries >= 0,
                     max_score, exp_sum, acc, HEAD_DIM,
@@ -258,7 +258,7 @@ def merge_kernel(
     max_score_ptr,
     exp_sum_ptr,
     positions_ptr,
-    places_ptr,  # -1: nothing to merge
+    partials_ptr,  # -1: nothing to merge
     sinks_ptr,  # [NUM_HEADS] float32, read where HAS_SINKS
     rows_in_tile_ptr,  # [T] index of the row in its wide tile; -1: a narrow row
     NUM_HEADS: tl.constexpr,
@@ -276,13 +276,13 @@ def merge_kernel(
     begin(IS_CHAINED)
     row, dims = tl.program_id(0), tl.arange(0, HEAD_DIM)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-    place = tl.load(places_ptr + row)
-    if place < 0:
+    partial = tl.load(partials_ptr + row)
+    if partial < 0:
         return
     position, row_in_tile = tl.load(positions_ptr + row), tl.load(rows_in_tile_ptr + row)
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     in_tile = head // GROUP * WIDE_TILE + row_in_tile * GROUP + head % GROUP
-    at = place * NUM_HEADS + tl.where(row_in_tile < 0, head, in_tile)
+    at = partial * NUM_HEADS + tl.where(row_in_tile < 0, head, in_tile)
     step = tl.where(row_in_tile < 0, 1, tl.cdiv(WIDE_TILE, GROUP)) * NUM_HEADS
     first, last = first_split(position, SPLIT, WINDOW), position // SPLIT
     max_score = tl.full([HEADS], HIDDEN, tl.float32)

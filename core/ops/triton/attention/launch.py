@@ -74,7 +74,7 @@ def attend(
     num_programs = max(1, launch.programs * _num_multiprocessors(q.device) // heads.num_kv_heads)
     attend_kernel[(num_programs, heads.num_kv_heads)](
         q, out, *memory_of(pool), partial.acc, partial.max_score, partial.exp_sum,
-        plan.last_seen, work.places, work.counts, q if rule.sinks is None else rule.sinks,
+        plan.last_seen, work.partials, work.counts, q if rule.sinks is None else rule.sinks,
         plan.words,
         geometry.layer_block(layer), geometry.page_blocks,
         **shape(heads, pool), SPLIT=SPLIT, KV_SPLIT_GROUP=geometry.kv_split_group,
@@ -94,7 +94,7 @@ def merge(out: Tensor, plan: DevicePlan, work: Work, rule: Rule) -> None:
     heads = geometry.heads
     heads_each = gcd(heads.num_heads, MERGED_HEADS)
     merge_kernel[(len(out), heads.num_heads // heads_each)](
-        out, partial.acc, partial.max_score, partial.exp_sum, plan.last_seen, work.places,
+        out, partial.acc, partial.max_score, partial.exp_sum, plan.last_seen, work.partials,
         out if rule.sinks is None else rule.sinks, plan.rows_in_tile,
         NUM_HEADS=heads.num_heads, NUM_KV_HEADS=heads.num_kv_heads, HEADS=heads_each,
         HEAD_DIM=heads.head_dim, SPLIT=SPLIT, KV_SPLIT_GROUP=geometry.kv_split_group,

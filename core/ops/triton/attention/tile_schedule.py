@@ -51,37 +51,38 @@ class WorkItems:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TileSchedule:
-    """Items of a pass, or of a part of it, and the places of their partial sums.
+    """Items of a pass, or of a part of it, and the indices of their partials.
 
-    A place stores the partial sums of one row over one split or stretch. A narrow row r has a place
-    for every split that it sees, beginning with ``places[r]``. A tile of wide rows has
-    ``wide_places`` for every stretch, one for each of its rows; row r has the index
-    ``rows_in_tile[r]`` among them. The places of the first stretch that row r sees begin at
-    ``places[r]``. A tile with one stretch has no places, because its item has all keys.
+    A *partial* is the partial sums of one row over one split or stretch. A narrow row r has a
+    partial for every split that it sees, the first at ``partials[r]``. A tile of wide rows has
+    ``wide_partials`` for every stretch, one for each of its rows; row r has the index
+    ``rows_in_tile[r]`` among them. The partials of the first stretch that row r sees
+    begin at ``partials[r]``. A tile with one stretch has no partials, because its item has all
+    keys.
     """
 
     narrow: WorkItems
     wide: WorkItems
-    places: IntArray  # [num_rows]; -1: no places
+    partials: IntArray  # [num_rows]; -1: no partials
     rows_in_tile: IntArray  # [num_rows]; -1: a narrow row
     last_seen: IntArray  # [num_rows] last position of pages and tail that a row sees
 
-    # [num_rows] number of places up to and including each row; a tile's count at its first row
+    # [num_rows] number of partials up to and including each row; all of a tile's at its first row
     ends: IntArray
 
     @property
-    def num_places(self) -> int:
-        """Total number of places for partial sums."""
+    def num_partials(self) -> int:
+        """Total number of partials."""
         return int(self.ends[-1])
 
-    def parts(self, max_places: int) -> list[range]:
-        """Divide the rows into ranges of at most ``max_places`` places, or of one row or tile.
+    def parts(self, max_partials: int) -> list[range]:
+        """Divide the rows into ranges of at most ``max_partials`` partials, or of one row or tile.
 
-        A range of one row or tile may have more places.
+        A range of one row or tile may have more partials.
         """
         found, stop, taken = [], 0, 0
         while stop < len(self.ends):
-            room = max(taken + max_places, int(self.ends[stop]))
+            room = max(taken + max_partials, int(self.ends[stop]))
             start, stop = stop, int(np.searchsorted(self.ends, room, side="right"))
             taken = int(self.ends[stop - 1])
             found.append(range(start, stop))
@@ -93,14 +94,14 @@ def build_tile_schedule(
     *,
     narrow_rows: int,
     wide_rows: int,
-    wide_places: int,
+    wide_partials: int,
     kv_split_group: int,
     window: int | None = None,
     part: range | None = None,
 ) -> TileSchedule:
     """Return the work of one attention layer.
 
-    ``narrow_rows``, ``wide_rows``: rows of a tile. ``wide_places``: places of a wide tile for each
+    ``narrow_rows``, ``wide_rows``: rows of a tile. ``wide_partials``: partials of a wide tile per
     stretch, at least its number of rows. ``kv_split_group``: number of splits of a stretch.
     ``part``: rows to compute, one of `TileSchedule.parts`; None: all rows.
     """
@@ -111,22 +112,22 @@ def build_tile_schedule(
         tiles = _tiles(spans, np.flatnonzero(is_wide & here), wide_rows)
         rows_in_tile = _rows_in_tile(batch, is_wide, wide_rows)
         counts[rows_in_tile >= 0] = 0
-        counts[tiles.firsts] = wide_places * tiles.num_places(kv_split_group)
+        counts[tiles.firsts] = wide_partials * tiles.num_partials(kv_split_group)
     else:  # all rows are narrow, as in decoding
         tiles, rows_in_tile = _NO_TILES, np.full(len(counts), -1)
     if part is not None:
         counts[: part.start] = counts[part.stop :] = 0
     ends = counts.cumsum()
-    places = np.where(counts > 0, ends - counts, -1)
+    partials = np.where(counts > 0, ends - counts, -1)
     if len(tiles.rows):
-        begun = np.repeat(places[tiles.firsts], tiles.sizes)
+        begun = np.repeat(partials[tiles.firsts], tiles.sizes)
         seen_from = spans.first_splits[tiles.rows] // kv_split_group
         since_begun = seen_from - np.repeat(tiles.first_splits // kv_split_group, tiles.sizes)
-        places[tiles.rows] = np.where(begun < 0, -1, begun + wide_places * since_begun)
+        partials[tiles.rows] = np.where(begun < 0, -1, begun + wide_partials * since_begun)
     return TileSchedule(
         narrow=_narrow(spans, np.flatnonzero(~is_wide & here), narrow_rows),
         wide=_wide(tiles, kv_split_group),
-        places=places,
+        partials=partials,
         rows_in_tile=rows_in_tile,
         last_seen=spans.positions,
         ends=ends,
@@ -163,8 +164,8 @@ class _Spans:
 def _rows_in_tile(batch: RaggedBatch, is_wide: NDArray[np.bool_], wide_rows: int) -> IntArray:
     """Return each row's index in its wide tile, [num_rows]; -1 for narrow rows."""
     firsts = np.repeat(batch.first_rows, batch.lens)
-    places = (np.arange(len(firsts)) - firsts) % wide_rows
-    return np.where(np.repeat(is_wide, batch.lens), places, -1)
+    indices = (np.arange(len(firsts)) - firsts) % wide_rows
+    return np.where(np.repeat(is_wide, batch.lens), indices, -1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -183,7 +184,7 @@ class _Tiles:
         """First row of each tile."""
         return self.rows[self.starts]
 
-    def num_places(self, kv_split_group: int) -> IntArray:
+    def num_partials(self, kv_split_group: int) -> IntArray:
         """Return each tile's number of stretches with partial sums: all, or 0 for only one."""
         counts = self.last_splits // kv_split_group - self.first_splits // kv_split_group + 1
         return np.where(counts > 1, counts, 0)
@@ -274,7 +275,7 @@ def _tile_starts(owners: IntArray, splits: IntArray, shared: IntArray, tile_rows
 
 
 def _sizes(starts: IntArray, stop: int) -> IntArray:
-    """Return the difference of each start and the next, or ``stop``, in 1/5 of `np.diff`'s time."""
+    """Return the lengths from each start to the next or ``stop``; 5 times as fast as `np.diff`."""
     sizes = np.empty_like(starts)
     np.subtract(starts[1:], starts[:-1], out=sizes[:-1])
     sizes[-1:] = stop - starts[-1:]

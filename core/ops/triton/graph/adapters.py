@@ -43,7 +43,7 @@ class StepAdapters:
 
     @property
     def growth(self) -> int:
-        """`AdapterTables.growth`: graphs captured at another value are outdated."""
+        """`AdapterTables.growth`; graphs captured when it had another value are outdated."""
         return self._tables.growth
 
     def of_pass(self, adapted: Sequence[AdaptedRows]) -> PassAdapters | None:

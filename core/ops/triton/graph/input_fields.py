@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from ...batch import RaggedBatch
-from ...native.declarations import STRUCTS
+from ...native.declarations import STRUCTS, address_of
 from ...rows.step_inputs import rows_library
 from ...state_pool import StatePool
 from ..attention.tile_schedule import SPLIT, TileSchedule, WorkItems
@@ -26,6 +26,9 @@ from ..recurrent.pass_states import fill_states
 from ..sampling.sampling_inputs import NUM_COLUMNS, ROW, SamplingInputs
 
 Windows: TypeAlias = Sequence[int | None]
+_ROW_FIELDS = (
+    "token_ids", "positions", "slots", "logit_rows", "rows_in_tile", "last_seen", "words",
+)  # fmt: skip
 # Numbers of an item: index of its rows, their number, index of its pages, first split, last split,
 # first position in its tail, index of its tail.
 ITEM_WORDS = 7
@@ -35,12 +38,12 @@ def fields(
     num_rows: int,
     num_works: int,
     num_words: int,
-    num_places: int = 0,
+    num_draws: int = 0,
     states: Sequence[Field] = (),
 ) -> list[Field]:
     """Return the fields with the given capacities.
 
-    ``num_places``: number of tokens that the pass can choose.
+    ``num_draws``: number of tokens that the pass can choose.
     """
     rows = (
         "token_ids", "positions", "slots", "logit_rows", "sources", "rows_in_tile", "last_seen",
@@ -50,9 +53,9 @@ def fields(
         *(Field(name, num_rows) for name in rows),
         Field("adapters", num_rows, torch.int64),  # addresses of the adapters' tables
         *(Field(f"counts{work}", 4) for work in range(num_works)),
-        *(Field(f"places{work}", num_rows) for work in range(num_works)),
-        Field("controls", num_places * NUM_COLUMNS, torch.int64),
-        Field("cuts", num_places),
+        *(Field(f"partials{work}", num_rows) for work in range(num_works)),
+        Field("controls", num_draws * NUM_COLUMNS, torch.int64),
+        Field("cuts", num_draws),
         *states,
         Field("words", num_words),  # last, because only a part of it is copied
     ]
@@ -92,31 +95,23 @@ def fill(
         for kind, items in enumerate((work.narrow, work.wide)):
             counts[2 * kind : 2 * kind + 2] = used + len(items.rows), len(items)
             used = _put_items(words, used, items, batch)
-        _put(to[f"places{index}"], work.places, -1)
+        _put(to[f"partials{index}"], work.partials, -1)
     return used
 
 
 def fill_narrow(
-    to: HostFields, batch: RaggedBatch, windows: Windows, *, tile_rows: int, max_places: int
+    to: HostFields, batch: RaggedBatch, windows: Windows, *, tile_rows: int, max_partials: int
 ) -> int | None:
     """Write what `fill` writes for a batch without long chunks, in C and without a `TileSchedule`.
 
-    ``tile_rows``: rows of a narrow tile. ``max_places``: room for partial sums. Returns the number
-    of used words, or None for a batch with states, images or packed KV, for one without room, and
-    without the C library.
+    ``tile_rows``: rows of a narrow tile. ``max_partials``: greatest number of partials. Returns how
+    many words it used, or None if it cannot write the pass: the batch has states, images or packed
+    KV, or does not fit, or there is no C library.
     """
     library = rows_library()
-    has_extras = batch.states is not None or batch.turned_until or batch.reaches is not None
+    has_extras = batch.states is not None or batch.rope_until or batch.reaches is not None
     if library is None or has_extras:
         return None
-    tensors = {
-        name: getattr(batch, name).numpy()
-        for name in ("token_ids", "positions", "slots", "logit_rows")
-    }
-    arrays = tensors | {
-        name: getattr(batch, name)
-        for name in ("starts", "lens", "page_counts", "tail_lens", "pages", "tails")
-    }
     ragged = STRUCTS.ft_ragged(
         num_rows=int(batch.lens.sum()),
         num_logits=batch.num_logits,
@@ -124,28 +119,35 @@ def fill_narrow(
         num_pages=len(batch.pages),
         num_tails=len(batch.tails),
         page_size=batch.page_size,
-        **{name: array.ctypes.data for name, array in arrays.items()},
+        token_ids=batch.token_ids.data_ptr(),
+        positions=batch.positions.data_ptr(),
+        slots=batch.slots.data_ptr(),
+        logit_rows=batch.logit_rows.data_ptr(),
+        starts=address_of(batch.starts),
+        lens=address_of(batch.lens),
+        page_counts=address_of(batch.page_counts),
+        tail_lens=address_of(batch.tail_lens),
+        pages=address_of(batch.pages),
+        tails=address_of(batch.tails),
     )
+    at = to.addresses
     works = (STRUCTS.ft_pass_work * len(windows))(
         *(
             STRUCTS.ft_pass_work(
                 window=window or 0,
                 split=SPLIT,
                 tile_rows=tile_rows,
-                counts=to[f"counts{index}"].ctypes.data,
-                places=to[f"places{index}"].ctypes.data,
+                counts=at[f"counts{index}"],
+                partials=at[f"partials{index}"],
             )
             for index, window in enumerate(windows)
         )
     )
-    names = (
-        "token_ids", "positions", "slots", "logit_rows", "rows_in_tile", "last_seen", "words",
-    )  # fmt: skip
     room = STRUCTS.ft_pass_fields(
         room=len(to["token_ids"]),
         num_words=len(to["words"]),
-        num_places=max_places,
-        **{name: to[name].ctypes.data for name in names},
+        num_partials=max_partials,
+        **{name: at[name] for name in _ROW_FIELDS},
     )
     used = int(library.ft_fill_pass(ragged, works, len(windows), room))
     if used < 0:
@@ -156,7 +158,7 @@ def fill_narrow(
 
 
 def fill_controls(to: HostFields, controls: SamplingInputs | None) -> None:
-    """Write the sampler's inputs, and mark other places as unused; None: all are unused."""
+    """Write the sampler's inputs, and mark the other draws as unused; None: all are unused."""
     columns = to["controls"].reshape(-1, NUM_COLUMNS)
     count = 0 if controls is None else len(controls.columns)
     columns[count:, ROW] = -1
@@ -170,7 +172,7 @@ def fill_controls(to: HostFields, controls: SamplingInputs | None) -> None:
 def fill_idle(to: HostFields) -> int:
     """Write a pass without rows; return the number of used words, 0."""
     for name, field in to.items():
-        is_void = name.startswith(("slots", "places", "controls", "cuts", "state_rows"))
+        is_void = name.startswith(("slots", "partials", "controls", "cuts", "state_rows"))
         field[:] = -1 if is_void else 0
     return 0
 

@@ -30,7 +30,7 @@ class GraphOutputs(NamedTuple):
     hidden: Tensor  # [bucket, hidden]
     taps: Tensor | None = None  # [bucket, num_taps * hidden]
     logits: Tensor | None = None  # [bucket, vocab] float32, for the logit rows
-    winners: Tensor | None = None  # int64 [bucket] or [bucket, num_best]; void at unused places
+    winners: Tensor | None = None  # int64 [bucket] or [bucket, num_best]; any value if unused
     draft_vocab: DraftVocab | None = None  # tokens with logits; None: all tokens
 
     @classmethod
@@ -63,7 +63,7 @@ class FusedLmHead:
 
     Graphs do not support edited rows: the number of edits is unlimited, and a constraint's mask is
     as long as the vocabulary. For a pass with such a row the graph computes the logits but chooses
-    no tokens. ``num_best``: tokens to choose at each place. ``draft_vocab``: tokens of the output
+    no tokens. ``num_best``: tokens to choose per draw. ``draft_vocab``: tokens of the output
     layer, if not the whole vocabulary.
     """
 

@@ -30,7 +30,7 @@ NARROW_TILE, WIDE_TILE = 16, 128  # queries of a tile: rows times heads of a gro
 MAX_PARTIAL_SUMS = 2**28  # bytes
 
 # cos and sin of each table, [num_positions, head_dim / 2] float32
-Turns: TypeAlias = tuple[tuple[Tensor, Tensor], ...]
+CosSin: TypeAlias = tuple[tuple[Tensor, Tensor], ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,7 +57,7 @@ class Geometry:
         """Number of splits of a stretch (tile_schedule.py)."""
         return KV_SPLIT_GROUP
 
-    def turns(self, stop: int) -> Turns:
+    def cos_sin(self, stop: int) -> CosSin:
         """Return cos and sin of positions below ``stop`` for each table."""
         return tuple(rope.table(stop) for rope in self.ropes)
 
@@ -85,26 +85,26 @@ class PartialSums:
     attention.py defines the states that they contain.
     """
 
-    acc: Tensor  # [num_places, num_heads, head_dim] float32
-    max_score: Tensor  # [num_places, num_heads] float32
-    exp_sum: Tensor  # [num_places, num_heads] float32
+    acc: Tensor  # [num_partials, num_heads, head_dim] float32
+    max_score: Tensor  # [num_partials, num_heads] float32
+    exp_sum: Tensor  # [num_partials, num_heads] float32
 
     @classmethod
-    def of(cls, num_places: int, heads: HeadLayout, device: torch.device) -> PartialSums:
-        """Allocate ``num_places`` uninitialised places."""
-        shape = (max(1, num_places), heads.num_heads)
+    def of(cls, num_partials: int, heads: HeadLayout, device: torch.device) -> PartialSums:
+        """Allocate memory for ``num_partials`` partials, uninitialised."""
+        shape = (max(1, num_partials), heads.num_heads)
         max_score = torch.empty(shape, dtype=torch.float32, device=device)
         acc = max_score.new_empty((*shape, heads.head_dim))
         return cls(acc, max_score, torch.empty_like(max_score))
 
     @property
-    def num_places(self) -> int:
-        """Number of places."""
+    def num_partials(self) -> int:
+        """Number of partials that fit."""
         return len(self.max_score)
 
 
-def max_places(heads: HeadLayout) -> int:
-    """Return the number of places that take `MAX_PARTIAL_SUMS` bytes."""
+def max_partials(heads: HeadLayout) -> int:
+    """Return the number of partials that take `MAX_PARTIAL_SUMS` bytes."""
     return MAX_PARTIAL_SUMS // (4 * heads.num_heads * (heads.head_dim + 2))
 
 
@@ -118,7 +118,7 @@ class Kinds(NamedTuple):
     @classmethod
     def of(cls, work: TileSchedule) -> Kinds:
         """Return the kernels that a schedule needs."""
-        return cls(len(work.narrow) > 0, len(work.wide) > 0, work.num_places > 0)
+        return cls(len(work.narrow) > 0, len(work.wide) > 0, work.num_partials > 0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -126,7 +126,7 @@ class Work:
     """A work list for the layers with one window, made from a `TileSchedule`."""
 
     counts: Tensor  # [4] (index in ``words``, number) of the narrow items, then of the wide ones
-    places: Tensor  # [num_rows] first place of a row's partial sums; -1: no partial sums
+    partials: Tensor  # [num_rows] index of a row's first partial; -1: none
     kinds: Kinds
 
 
@@ -134,7 +134,8 @@ class Work:
 class DevicePlan:
     """Inputs of the kernels of a pass on the device, and buffers for partial sums.
 
-    Unused rows at the end have -1 as slot and place and are in no item, so kernels skip them.
+    Unused rows at the end have -1 in ``slots`` and ``partials`` and are in no item, so kernels skip
+    them.
     """
 
     geometry: Geometry
@@ -145,9 +146,9 @@ class DevicePlan:
     rows_in_tile: Tensor  # [num_rows] int32: index of a row in its wide tile; -1: a narrow row
     last_seen: Tensor  # [num_rows] int32: last position of its pages and tail that a row sees
     words: Tensor  # int32: page ids, tail slots, the row of each work item, the work items
-    works: Mapping[int | None, Sequence[Work]]  # by window: parts of the pass, computed in turn
+    works: Mapping[int | None, Sequence[Work]]  # by window: parts of the pass, computed one by one
     partial_sums: PartialSums
-    turns: Turns
+    cos_sin: CosSin
     states: PassStates | None = None  # for models with recurrent layers
     batch: RaggedBatch | None = None  # only for a pass outside of graphs
 
@@ -175,7 +176,7 @@ class TritonPlan:
     @property
     def last_stop(self) -> int:
         """First position after all rows."""
-        return self.batch.turn_stop
+        return self.batch.rope_stop
 
     @property
     def has_wide(self) -> bool:
@@ -189,15 +190,15 @@ class TritonPlan:
                 self._work_lists[window] = self._work_list(window)
         return [self._work_lists[window] for window in windows]
 
-    def _parts(self, window: int | None, max_places: int) -> list[TileSchedule]:
-        """Divide a window's work into lists of at most ``max_places`` places.
+    def _parts(self, window: int | None, max_partials: int) -> list[TileSchedule]:
+        """Divide a window's work into lists of at most ``max_partials`` partials.
 
         A list of one row or tile may have more.
         """
         (work,) = self.work_lists([window])
-        if work.num_places <= max_places:
+        if work.num_partials <= max_partials:
             return [work]
-        return [self._work_list(window, part) for part in work.parts(max_places)]
+        return [self._work_list(window, part) for part in work.parts(max_partials)]
 
     def _work_list(self, window: int | None, part: range | None = None) -> TileSchedule:
         geometry, group = self.geometry, self.geometry.heads.group_size
@@ -205,7 +206,7 @@ class TritonPlan:
             self.batch,
             narrow_rows=geometry.narrow_tile // group,
             wide_rows=geometry.wide_tile // group,
-            wide_places=-(-geometry.wide_tile // group),
+            wide_partials=-(-geometry.wide_tile // group),
             kv_split_group=geometry.kv_split_group,
             window=window,
             part=part,
@@ -216,7 +217,7 @@ class TritonPlan:
     ) -> DevicePlan:
         """Copy the pass to new inputs with a capacity of at least ``num_rows``.
 
-        ``partial_sums``: existing buffers; a pass that needs more places is computed in parts.
+        ``partial_sums``: existing buffers; a pass that needs more partials is computed in parts.
         """
         if self._device is None or not self._device.works.keys() >= set(windows):
             num_rows = max(num_rows, self.batch.num_rows)
@@ -227,11 +228,11 @@ class TritonPlan:
         self, windows: Windows, num_rows: int, partial_sums: PartialSums | None
     ) -> DevicePlan:
         heads, device = self.geometry.heads, self.geometry.pool.data.device
-        room = partial_sums.num_places if partial_sums else max_places(heads)
+        room = partial_sums.num_partials if partial_sums else max_partials(heads)
         parts = {window: self._parts(window, room) for window in windows}
         works = [work for each in parts.values() for work in each]
-        needed = max((work.num_places for work in works), default=0)
-        if partial_sums is None or partial_sums.num_places < needed:
+        needed = max((work.num_partials for work in works), default=0)
+        if partial_sums is None or partial_sums.num_partials < needed:
             partial_sums = PartialSums.of(needed, heads, device)
         num_words = words_needed(self.batch, works)
         keeps = 0 if self.batch.states is None else len(self.batch.states.keeps)
@@ -241,8 +242,8 @@ class TritonPlan:
         graph_inputs.upload(fill(graph_inputs.open(), self.batch, works, pool.states))
         take_device_tokens(self.batch, graph_inputs.device)
         kinds = {window: [Kinds.of(work) for work in each] for window, each in parts.items()}
-        turns = self.geometry.turns(self.last_stop)
-        plan = device_plan(self.geometry, graph_inputs, kinds, partial_sums, turns)
+        cos_sin = self.geometry.cos_sin(self.last_stop)
+        plan = device_plan(self.geometry, graph_inputs, kinds, partial_sums, cos_sin)
         return replace(plan, batch=self.batch)
 
 
@@ -251,7 +252,7 @@ def device_plan(
     graph_inputs: GraphInputs,
     kinds: Mapping[int | None, Sequence[Kinds]],
     partial_sums: PartialSums,
-    turns: Turns,
+    cos_sin: CosSin,
 ) -> DevicePlan:
     """Return a plan of views of ``graph_inputs``, which has the fields of all work lists in order.
 
@@ -275,12 +276,12 @@ def device_plan(
         words=views["words"],
         works=works,
         partial_sums=partial_sums,
-        turns=turns,
+        cos_sin=cos_sin,
     )
 
 
 def _work(views: Mapping[str, Tensor], number: int, kinds: Kinds) -> Work:
-    return Work(views[f"counts{number}"], views[f"places{number}"], kinds)
+    return Work(views[f"counts{number}"], views[f"partials{number}"], kinds)
 
 
 def take_device_tokens(batch: RaggedBatch, fields: Mapping[str, Tensor]) -> None:

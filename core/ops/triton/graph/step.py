@@ -23,7 +23,7 @@ from ...lora import AdaptedRows
 from ...weights import DecoderWeights, HeadLayout
 from ..attention.tile_schedule import NARROW_LEN, SPLIT
 from ..graph_inputs import NUM_BUFFERS, GraphInputs, HostFields
-from ..recurrent.pass_states import move_on
+from ..recurrent.pass_states import record_positions
 from ..sampling.sampler import TritonSampler
 from .adapters import PassAdapters, StepAdapters, room_for
 from .graphs import Graph, MakeGraph
@@ -44,7 +44,7 @@ from .plan import (
     PartialSums,
     TritonPlan,
     device_plan,
-    max_places,
+    max_partials,
     take_device_tokens,
     warm_up_device_tokens,
 )
@@ -58,7 +58,7 @@ class _Shape(NamedTuple):
     """The kind of pass that a graph computes.
 
     ``has_wide``: whether rows may belong to long chunks. ``is_given``: whether rows may begin with
-    given vectors (`Wanted.inputs`). ``num_best``: number of tokens to choose at each place; 0: the
+    given vectors (`Wanted.inputs`). ``num_best``: number of tokens to choose per draw; 0: the
     graph ends with the layers. ``draft_vocab``: `SamplingPlan.draft_vocab`.
     """
 
@@ -94,7 +94,7 @@ class _Captured:
     head: FusedLmHead | None  # output layer and sampler after the layers
     outcome: GraphOutputs
     num_positions: int  # positions of the RoPE tables
-    num_places: int  # places of partial sums
+    num_partials: int  # capacity of the buffers of partial sums
     given: Tensor | None = None  # [bucket, hidden] vectors that replace embeddings of rows
 
     def fill(self, to: HostFields, plan: TritonPlan, windows: Windows) -> int | None:
@@ -104,13 +104,13 @@ class _Captured:
         batch, geometry = plan.batch, plan.geometry
         if not plan.has_wide:
             tile_rows = geometry.narrow_tile // geometry.heads.group_size
-            limits = {"tile_rows": tile_rows, "max_places": self.num_places}
+            limits = {"tile_rows": tile_rows, "max_partials": self.num_partials}
             num_words = fill_narrow(to, batch, windows, **limits)
             if num_words is not None:
                 return num_words
         works = plan.work_lists(windows)
-        num_places = max(work.num_places for work in works)
-        if num_places > self.num_places or words_needed(batch, works) > len(to["words"]):
+        num_partials = max(work.num_partials for work in works)
+        if num_partials > self.num_partials or words_needed(batch, works) > len(to["words"]):
             return None
         return fill(to, batch, works, geometry.pool.states)
 
@@ -123,7 +123,7 @@ class _Captured:
     ) -> LayersOutput | None:
         """Compute a pass; its outputs are valid until the next replay. None if it does not fit.
 
-        Two launches use the device's buffers in turn without an event: in the stream, the second
+        Two launches use the same buffers of the device without an event: in the stream, the second
         one's copy, tokens and replay come after all work of the first, the copy of its tokens to
         the host included.
         """
@@ -141,8 +141,8 @@ class _Captured:
         take_device_tokens(batch, self.graph_inputs.device)
         self.graph.replay()
         if states is not None:
-            move_on(batch, states)
-        wanted.tell_started()  # after the launch: the threads it wakes compete for the GIL
+            record_positions(batch, states)
+        wanted.notify_started()  # after the launch: woken threads would take the GIL
         logit_rows = self.graph_inputs.device["logit_rows"][: len(batch.logit_rows)]
         return self.outcome.of_pass(batch.num_rows, logit_rows, has_chosen=has_chosen)
 
@@ -152,11 +152,11 @@ class _PoolGraphs:
 
     def __init__(self, geometry: Geometry) -> None:
         pool, heads = geometry.pool, geometry.heads
-        self.turns = geometry.turns(1)
+        self.cos_sin = geometry.cos_sin(1)
         self.num_positions = _num_positions(geometry)
         self.num_splits = -(-self.num_positions // SPLIT)
-        num_places = min(BUCKETS[-1] * self.num_splits, max_places(heads))
-        self.partial_sums = PartialSums.of(num_places, heads, pool.data.device)
+        num_partials = min(BUCKETS[-1] * self.num_splits, max_partials(heads))
+        self.partial_sums = PartialSums.of(num_partials, heads, pool.data.device)
         self.captured: dict[_Shape, _Captured] = {}
         # The int is a graph's capacity of adapters. None: the graph could not be captured.
         self.adapted: dict[tuple[_Shape, int], _Captured | None] = {}
@@ -182,16 +182,16 @@ class _PoolGraphs:
         return self._taps[taps][:bucket]
 
     def num_words(self, bucket: int, page_size: int, num_windows: int) -> int:
-        """Return the words for rows of greatest length without shared pages, or `MAX_WORDS`."""
+        """Return the words that rows of maximum length need without sharing, or `MAX_WORDS`."""
         row_words = -(-self.num_positions // page_size)
         row_words += num_windows * self.num_splits * (1 + ITEM_WORDS)
         return min(MAX_WORDS, bucket * row_words)
 
 
 def _num_positions(geometry: Geometry) -> int:
-    """Return the number of positions in the pool, at most the present length of RoPE's tables."""
+    """Return the number of positions in the pool, at most the length of the RoPE tables."""
     pool = geometry.pool
-    return min(len(geometry.turns(1)[0][0]), pool.num_pages * pool.page_size)
+    return min(len(geometry.cos_sin(1)[0][0]), pool.num_pages * pool.page_size)
 
 
 class TritonStep:
@@ -201,8 +201,8 @@ class TritonStep:
     chunks have separate kernels, so a bucket that may have them has two graphs. A pass that fits no
     graph runs with the same kernels, launched one by one: it has more rows than the largest bucket,
     or more pages, partial sums or positions than the graph has room for. Passes with adapters have
-    separate graphs, which use the inputs of the graphs without; each row's number says which
-    adapter's update is added.
+    separate graphs, which use the inputs of the graphs without adapters; a number per row selects
+    the adapter whose update is added.
     """
 
     def __init__(
@@ -218,7 +218,7 @@ class TritonStep:
         self._weights = weights
         self._sampler = sampler
         mixers = [mixer for layer in weights.layers for mixer in layer.mixers]
-        attending = [mixer for mixer in mixers if mixer.kv_place is not None]
+        attending = [mixer for mixer in mixers if mixer.kv_layer is not None]
         self._windows = tuple(dict.fromkeys(mixer.kv_window for mixer in attending))
         self._one_tile = one_tile
         self._make_graph = make_graph
@@ -248,8 +248,8 @@ class TritonStep:
                 output = captured.run(plan, self._windows, wanted, adapters)
                 if output is not None:
                     return output
-                self._say(plan)
-        wanted.tell_started()
+                self._warn_no_graph(plan)
+        wanted.notify_started()
         shared = self._graphs.get(plan.geometry.pool)
         partial_sums = None if shared is None else shared.partial_sums
         device = plan.on_device(self._windows, bucket or num_rows, partial_sums)
@@ -262,7 +262,7 @@ class TritonStep:
         return found.of_pass(num_rows, logit_rows, has_chosen=False)
 
     def row_passes(self, pool: KVPool, parts: Sequence[tuple[HeadLayout, Sequence[Rope]]]) -> None:
-        """Return None: a chain of passes on the device waits for it only once."""
+        """Return None: the host waits only once for several passes on the device."""
 
     def warm_up(
         self,
@@ -281,7 +281,7 @@ class TritonStep:
             for has_wide in (True, False) if bucket > NARROW_LEN else (False,):
                 self._captured(geometry, _Shape.of(bucket, wanted, has_wide=has_wide))
 
-    def _say(self, plan: TritonPlan) -> None:
+    def _warn_no_graph(self, plan: TritonPlan) -> None:
         """Log once that a pass fits no graph; such passes take longer."""
         if not self._has_logged:
             self._has_logged = True
@@ -380,7 +380,7 @@ class TritonStep:
             graph_inputs = GraphInputs(room, pool.data.device, num_hosts=NUM_BUFFERS)
         graph_inputs.upload(fill_idle(graph_inputs.open()))
         kinds = dict.fromkeys(windows, (Kinds(narrow=True, wide=has_wide, partial_sums=True),))
-        plan = device_plan(geometry, graph_inputs, kinds, shared.partial_sums, shared.turns)
+        plan = device_plan(geometry, graph_inputs, kinds, shared.partial_sums, shared.cos_sin)
         embedding = self._weights.embedding
         assert isinstance(embedding, Tensor), "the Triton backend does not pack embeddings"
         tapped = shared.tapped(taps, bucket, embedding)
@@ -392,8 +392,8 @@ class TritonStep:
             return GraphOutputs.of(found) if head is None else head.compute(found, graph_inputs)
 
         outcome = graph.capture(work)
-        positions, places = shared.num_positions, shared.partial_sums.num_places
-        return _Captured(graph, graph_inputs, head, outcome, positions, places, given)
+        positions, partials = shared.num_positions, shared.partial_sums.num_partials
+        return _Captured(graph, graph_inputs, head, outcome, positions, partials, given)
 
     def _layers(
         self,

@@ -21,7 +21,7 @@ from .tiled_linear import TiledLinear
 from .tiles import FEW_ROWS, Bits, step_inputs
 
 COLUMNS = 64  # outputs of a tile
-NEIGHBOURS = 16  # neighbouring programs, which have the same tile of a weight and other rows
+NEIGHBOURS = 16  # consecutive programs that compute different rows with the same tile of a weight
 SORTED_CHUNK = 1024  # pairs that a program reads at once
 SUMMED_TILE = 1024  # columns of a program
 EXPERT_OPTIONS = {"num_warps": 4, "num_stages": 4, "enable_fp_fusion": True}
@@ -31,9 +31,9 @@ class Addresses:
     """Addresses of tensors of one shape and dtype, aligned to 16 bytes; keeps them alive."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._lent = tuple(each.clone() if each.data_ptr() % 16 else each for each in tensors)
-        self.like = self._lent[0]
-        found = [each.data_ptr() for each in self._lent]
+        self._tensors = tuple(each.clone() if each.data_ptr() % 16 else each for each in tensors)
+        self.like = self._tensors[0]
+        found = [each.data_ptr() for each in self._tensors]
         self.table = torch.tensor(found, dtype=torch.int64, device=self.like.device)
 
 

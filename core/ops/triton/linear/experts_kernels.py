@@ -179,8 +179,8 @@ def expert_linear_kernel(
     weights_ptr,  # [num_experts] int64: addresses of weights in the layout of `linear_kernel`
     scales_ptr,  # [num_experts] int64: addresses of scales, read where BITS
     biases_ptr,  # [num_experts] int64: addresses of biases [OUT], read where HAS_BIAS
-    items_ptr,  # a tensor of the weights' dtype
-    floats_ptr,  # a tensor of the scales' dtype
+    items_ptr,  # any tensor of the weights' dtype: gives the pointers' type
+    floats_ptr,  # any tensor of the scales' dtype: gives the pointers' type
     out_ptr,  # [num_pairs, OUT]
     num_tiles,
     IN,

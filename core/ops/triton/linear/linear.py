@@ -113,11 +113,11 @@ def spread_levels(levels, numbers):
 @triton.jit
 def add_group(
     total, levels, numbers_at, x_at, is_row, inner, num_inner, OUT,
-    place: tl.constexpr, IS_EVEN: tl.constexpr, WIDTH: tl.constexpr, POLICY: tl.constexpr,
+    group: tl.constexpr, IS_EVEN: tl.constexpr, WIDTH: tl.constexpr, POLICY: tl.constexpr,
 ):  # fmt: skip
-    """Return ``total`` plus the products of a step's inputs in group ``place``, one of four."""
-    x = x_tile(x_at + place * WIDTH, is_row, inner, num_inner - place * WIDTH, IS_EVEN)
-    numbers = tl.load(numbers_at + place * OUT, eviction_policy=POLICY)
+    """Return ``total`` plus the products of a step's inputs in ``group``, 0 to 3."""
+    x = x_tile(x_at + group * WIDTH, is_row, inner, num_inner - group * WIDTH, IS_EVEN)
+    numbers = tl.load(numbers_at + group * OUT, eviction_policy=POLICY)
     return tl.dot(spread_levels(levels, numbers), tl.trans(x), total, input_precision="ieee")
 
 
@@ -132,10 +132,10 @@ def add_rough_products(
     numbers = numbers_at + step * 4 * OUT
     words = tl.load(weight_at + step * WIDTH, eviction_policy=POLICY)
     levels = levels_of(words, x_at.dtype.element_ty)
-    for place in tl.static_range(4):
+    for group in tl.static_range(4):
         total = add_group(
-            total, levels[place], numbers, at, is_row, inner, rest, OUT,
-            place, IS_EVEN, WIDTH, POLICY,
+            total, levels[group], numbers, at, is_row, inner, rest, OUT,
+            group, IS_EVEN, WIDTH, POLICY,
         )  # fmt: skip
     return total
 

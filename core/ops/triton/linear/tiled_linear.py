@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from triton.runtime.errors import OutOfResources as OutOfResources  # for studies of launches
+from triton.runtime.errors import OutOfResources as OutOfResources  # for benchmarks of launches
 from typing_extensions import override
 
 from ...quantize import GROUP, quantize_weight, round_to_levels
@@ -121,7 +121,7 @@ def tiled_linear(
 ) -> Tensor:
     """Compute ``[T, in_features] -> [T, out_features]`` in ``dtype`` or, if None, x's dtype.
 
-    A row's bits do not depend on its place, on the number of rows or on the launch.
+    A row's bits do not depend on its index, on the number of rows or on the launch.
     """
     (num_rows, in_features), out_features, tiles = x.shape, len(weight.weight), weight.tiles
     launch = launch or linear_launch(tiles, out_features, num_rows)

@@ -58,7 +58,7 @@ class LinearLaunch:
     is_apart: bool  # whether each piece has its own program
     num_warps: int
     num_stages: int  # steps in shared memory; all but one are being loaded
-    neighbours: int  # neighbouring programs, which have the same tile of the weight and other rows
+    neighbours: int  # consecutive programs that share a tile of the weight, not rows
     policy: str  # cache policy for the weight, which is read once or by every tile of rows
     grid: tuple[int, int, int]
 

@@ -64,7 +64,7 @@ def fill_states(to: HostFields, batch: RaggedBatch, pool: StatePool) -> None:
     at[:, :count] = pool.at.numpy()[states.slots].T
 
 
-def move_on(batch: RaggedBatch, pool: StatePool, layer: int | None = None) -> None:
+def record_positions(batch: RaggedBatch, pool: StatePool, layer: int | None = None) -> None:
     """Record on the host the positions of a layer's states, or all layers', after a pass."""
     states = batch.states
     assert states is not None

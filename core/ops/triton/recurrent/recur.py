@@ -21,8 +21,8 @@ def recur(
 ) -> Tensor:
     """Return the rows' outputs of their states, [T, num_heads * value_dim] float32.
 
-    `gated_norm` completes them. Advances the states on the device; the caller must call `move_on`
-    before any other operation that may fail.
+    `gated_norm` completes them. Advances the states on the device; the caller must call
+    `record_positions` before any other operation that may fail.
     """
     mixed, gates = mixed.contiguous(), gates.contiguous()
     shape, memory = weights.shape, LayerMemory.of(pool, weights.layer)

@@ -12,7 +12,7 @@ from .pass_states import PassStates
 
 
 def short_conv(mixed: Tensor, weights: ConvWeights, states: PassStates, pool: StatePool) -> Tensor:
-    """Compute `Ops.short_conv`; the caller must record the states' positions with `move_on`."""
+    """Compute `Ops.short_conv`; the caller must call `record_positions` afterwards."""
     channels, taps = weights.shape
     memory, at = LayerMemory.of(pool, weights.layer), states.at[weights.layer]
     mixed = mixed.contiguous()

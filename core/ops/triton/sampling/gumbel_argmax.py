@@ -23,7 +23,7 @@ ROUNDED = {"enable_fp_fusion": False}  # results are rounded after every operati
 class SentEdits(NamedTuple):
     """`EditLists` on the device, each array flat."""
 
-    places: Tensor
+    draws: Tensor
     mask_of: Tensor
     masks: Tensor
     bounds: Tensor
@@ -32,13 +32,13 @@ class SentEdits(NamedTuple):
 
 
 class GumbelArgmax:
-    """The choice of tokens at some places, each with a row of the logits.
+    """Choice of one token, or of the best ones, for each draw; a draw has one row of the logits.
 
     All inputs are on the device. ``logits`` [num_rows, vocab]. ``controls`` int64, `NUM_COLUMNS`
-    per place; a place whose `ROW` is -1 is unused, and its result undefined. ``cuts`` int32: places
+    per draw; a draw whose `ROW` is -1 is unused, and its result undefined. ``cuts`` int32: draws
     with top-k or top-p; -1: unused. ``hashes``: `core.sampling.gumbel.vocabulary_hashes`.
-    ``edits``: edits of the places that have any. ``num_best``: number of tokens to choose at each
-    place.
+    ``edits``: edits of the draws that have any. ``num_best``: number of tokens to choose per
+    draw.
     """
 
     def __init__(
@@ -57,21 +57,21 @@ class GumbelArgmax:
         num_tiles = -(-vocab_size // tile)
         self._shape = {"VOCAB": vocab_size, "TILE": tile, "NUM_TILES": num_tiles}
         self._tiles, self._num_best = 1 << (num_tiles - 1).bit_length(), num_best
-        self._num_places = len(controls) // NUM_COLUMNS
+        self._num_draws = len(controls) // NUM_COLUMNS
         self._edits = edits
-        self._ranks = self._space((self._num_places, num_tiles), torch.int32)
-        self._kept = self._space((self._num_places, 2), torch.int32)
+        self._ranks = self._space((self._num_draws, num_tiles), torch.int32)
+        self._kept = self._space((self._num_draws, 2), torch.int32)
 
     def run(self) -> Tensor:
-        """Return the word of each place's token, int64 [num_places], or of the best ones.
+        """Return the word of each draw's token, int64 [num_draws], or of the best ones.
 
-        The best ones are [num_places, num_best]. The upper half of a word is the rank of the
+        The best ones are [num_draws, num_best]. The upper half of a word is the rank of the
         token's score, the lower half `LAST_ID` minus its id.
         """
         values, raw_ranks = self._edited()
         rows = (self._logits, self._logits.stride(0), values, self._controls)
-        grid = (self._num_places, self._shape["NUM_TILES"])
-        winners = self._space((self._num_places,), torch.int64)
+        grid = (self._num_draws, self._shape["NUM_TILES"])
+        winners = self._space((self._num_draws,), torch.int64)
         tile_best = winners if self._num_best == 1 else self._tile_best()
         rank_kernel[grid](*rows, self._ranks, winners, **self._shape, **ROUNDED)
         self._cut(rows)
@@ -82,15 +82,13 @@ class GumbelArgmax:
         return winners if self._num_best == 1 else self._merged(tile_best, winners)
 
     def _tile_best(self) -> Tensor:
-        return self._space(
-            (self._num_places, self._shape["NUM_TILES"], self._num_best), torch.int64
-        )
+        return self._space((self._num_draws, self._shape["NUM_TILES"], self._num_best), torch.int64)
 
     def _merged(self, tile_best: Tensor, winners: Tensor) -> Tensor:
-        """Return the words of each place's best tokens, merged from the best of its tiles."""
-        best = self._space((self._num_places, self._num_best), torch.int64)
+        """Return the words of each draw's best tokens, merged from the best of its tiles."""
+        best = self._space((self._num_draws, self._num_best), torch.int64)
         num_tiles = self._shape["NUM_TILES"]
-        merge_best_kernel[(self._num_places,)](
+        merge_best_kernel[(self._num_draws,)](
             tile_best, winners, self._controls, best, NUM_TILES=num_tiles, NUM_BEST=self._num_best,
             WORDS=1 << (num_tiles * self._num_best - 1).bit_length(),
         )  # fmt: skip
@@ -101,7 +99,7 @@ class GumbelArgmax:
 
         They are float32 [num_edited, vocab] and int32 [num_edited, num_tiles].
         """
-        num_edited = 0 if self._edits is None else len(self._edits.places)
+        num_edited = 0 if self._edits is None else len(self._edits.draws)
         values = self._space((num_edited, self._shape["VOCAB"]), torch.float32)
         raw_ranks = self._space((num_edited, self._shape["NUM_TILES"]), torch.int32)
         if self._edits is not None:
@@ -112,7 +110,7 @@ class GumbelArgmax:
         vocab_size = self._shape["VOCAB"]
         copy_kernel[(len(values), self._shape["NUM_TILES"])](
             self._logits, self._logits.stride(0), values, self._controls,
-            edits.places, edits.mask_of, edits.masks, raw_ranks,
+            edits.draws, edits.mask_of, edits.masks, raw_ranks,
             **self._shape, MASK_WORDS=num_words(vocab_size), **ROUNDED,
         )  # fmt: skip
         if len(edits.ids):

@@ -4,7 +4,7 @@ Values are compared as integers in the order of the floats, so that the order of
 not matter, and NaN, infinities and zeros of either sign are ordered, too. A winner is one word,
 with the rank above the id: the greatest word is the best token, the lowest id in a tie, and an
 atomic maximum combines the tiles. If several tokens are wanted, each tile keeps its own best, and
-one program per place merges them. core/sampling/verifier.py, core/sampling/logits_processors.py and
+one program per draw merges them. core/sampling/verifier.py, core/sampling/logits_processors.py and
 core/sampling/gumbel.py define the results.
 
 Multiplications and additions must not be fused (``enable_fp_fusion=False``): every kernel that
@@ -31,7 +31,7 @@ GREEDY, CUT = tl.constexpr(encoded.GREEDY), tl.constexpr(encoded.CUT)
 INF_RANK = tl.constexpr(0x7F800000)  # rank of +inf; -inf has -INF_RANK - 1
 NAN_RANK = tl.constexpr(0x7FFFFFFF)
 LAST_ID = tl.constexpr(0x7FFFFFFF)
-# Words that report an error in place of a winner.
+# Words that report an error instead of a winner.
 NOT_FINITE, ALL_BANNED = tl.constexpr((0x7FFFFFFF << 32) + 1), tl.constexpr((0x7FFFFFFF << 32) + 2)
 NO_WINNER = tl.constexpr(-(2**63))
 
@@ -83,7 +83,7 @@ def number(column_ptr):
 
 @triton.jit
 def values_at(logits_ptr, logits_stride, values_ptr, control_ptr, ids, mask, VOCAB: tl.constexpr):
-    """Return the values of ``ids`` in a place's row, float32; -inf outside of ``mask``."""
+    """Return the values of ``ids`` in a draw's row, float32; -inf outside of ``mask``."""
     edited = tl.load(control_ptr + EDITED)
     if edited >= 0:
         values = tl.load(values_ptr + edited * VOCAB + ids, mask=mask, other=-float("inf"))
@@ -131,23 +131,23 @@ def rank_kernel(
     logits_ptr,  # [num_rows, VOCAB]
     logits_stride,
     values_ptr,  # [num_edited, VOCAB] float32
-    controls_ptr,  # [num_places, NUM_COLUMNS] int64
-    ranks_ptr,  # [num_places, NUM_TILES] int32, out: greatest rank of each tile
-    winners_ptr,  # [num_places] int64, out: NO_WINNER
+    controls_ptr,  # [num_draws, NUM_COLUMNS] int64
+    ranks_ptr,  # [num_draws, NUM_TILES] int32, out: greatest rank of each tile
+    winners_ptr,  # [num_draws] int64, out: NO_WINNER
     VOCAB: tl.constexpr,
     TILE: tl.constexpr,
     NUM_TILES: tl.constexpr,
 ):
-    """Write the greatest rank in one tile of one place's row."""
-    place, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    """Write the greatest rank in one tile of one draw's row."""
+    draw, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     ids = tile * TILE + tl.arange(0, TILE)
-    control_ptr = controls_ptr + place * NUM_COLUMNS
+    control_ptr = controls_ptr + draw * NUM_COLUMNS
     if tl.load(control_ptr + ROW) < 0:
-        return  # an unused place
+        return  # an unused draw
     values = values_at(logits_ptr, logits_stride, values_ptr, control_ptr, ids, ids < VOCAB, VOCAB)
-    tl.store(ranks_ptr + place * NUM_TILES + tile, tl.max(rank_of(values), 0))
+    tl.store(ranks_ptr + draw * NUM_TILES + tile, tl.max(rank_of(values), 0))
     if tile == 0:
-        tl.store(winners_ptr + place, NO_WINNER)
+        tl.store(winners_ptr + draw, NO_WINNER)
 
 
 @triton.jit
@@ -155,42 +155,42 @@ def gumbel_argmax_kernel(
     logits_ptr,  # [num_rows, VOCAB]
     logits_stride,
     values_ptr,  # [num_edited, VOCAB] float32
-    controls_ptr,  # [num_places, NUM_COLUMNS] int64
-    ranks_ptr,  # [num_places, NUM_TILES] int32
+    controls_ptr,  # [num_draws, NUM_COLUMNS] int64
+    ranks_ptr,  # [num_draws, NUM_TILES] int32
     raw_ranks_ptr,  # [num_edited, NUM_TILES] int32: greatest ranks before the edits
-    kept_ptr,  # [num_places, 2] int32: last key and id after the cuts, if KIND is CUT
+    kept_ptr,  # [num_draws, 2] int32: last key and id after the cuts, if KIND is CUT
     hashes_ptr,  # [VOCAB] int64: the part of the noise that depends only on the id
-    tile_best_ptr,  # [num_places, NUM_TILES, NUM_BEST] int64, out: only if NUM_BEST is above 1
-    winners_ptr,  # [num_places] int64, in and out; if NUM_BEST is above 1, only for errors
+    tile_best_ptr,  # [num_draws, NUM_TILES, NUM_BEST] int64, out: only if NUM_BEST is above 1
+    winners_ptr,  # [num_draws] int64, in and out; if NUM_BEST is above 1, only for errors
     VOCAB: tl.constexpr,
     TILE: tl.constexpr,
     NUM_TILES: tl.constexpr,
     TILES: tl.constexpr,
     NUM_BEST: tl.constexpr,
 ):
-    """Choose the best token, or the ``NUM_BEST`` best, in one tile of one place's row."""
-    place, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    control_ptr = controls_ptr + place * NUM_COLUMNS
+    """Choose the best token, or the ``NUM_BEST`` best, in one tile of one draw's row."""
+    draw, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    control_ptr = controls_ptr + draw * NUM_COLUMNS
     if tl.load(control_ptr + ROW) < 0:
-        return  # an unused place
-    ranks_ptr += place * NUM_TILES
+        return  # an unused draw
+    ranks_ptr += draw * NUM_TILES
     top = top_rank(ranks_ptr, NUM_TILES, TILES)
     raw, edited = top, tl.load(control_ptr + EDITED)
     if edited >= 0:
         raw = top_rank(raw_ranks_ptr + edited * NUM_TILES, NUM_TILES, TILES)
     if not is_sound(raw):
-        tl.store(winners_ptr + place, NOT_FINITE)
+        tl.store(winners_ptr + draw, NOT_FINITE)
         return
     if not is_sound(top):
-        tl.store(winners_ptr + place, ALL_BANNED)
+        tl.store(winners_ptr + draw, ALL_BANNED)
         return
     kind = tl.load(control_ptr + KIND)
     top, temperature = value_of(top), number(control_ptr + TEMPERATURE).to(tl.float32)
     last_key, last_id = key_of(number(control_ptr + MIN_P_LOGIT).to(tl.float32)), VOCAB
     if kind == CUT:
-        last_key, last_id = tl.load(kept_ptr + place * 2), tl.load(kept_ptr + place * 2 + 1)
+        last_key, last_id = tl.load(kept_ptr + draw * 2), tl.load(kept_ptr + draw * 2 + 1)
     best = value_of(tl.load(ranks_ptr + tile))
-    tile_best_ptr += (place * NUM_TILES + tile) * NUM_BEST
+    tile_best_ptr += (draw * NUM_TILES + tile) * NUM_BEST
     if (kind != GREEDY) & (key_of(scaled_of(best, top, temperature)) > last_key):
         if NUM_BEST > 1:
             for rank in tl.static_range(NUM_BEST):
@@ -209,35 +209,35 @@ def gumbel_argmax_kernel(
     if NUM_BEST > 1:
         store_best(winners, tile_best_ptr, NUM_BEST)
     else:
-        tl.atomic_max(winners_ptr + place, tl.max(winners, 0), sem="relaxed")
+        tl.atomic_max(winners_ptr + draw, tl.max(winners, 0), sem="relaxed")
 
 
 @triton.jit
 def merge_best_kernel(
-    tile_best_ptr,  # [num_places, NUM_TILES, NUM_BEST] int64, from `gumbel_argmax_kernel`
-    winners_ptr,  # [num_places] int64: an error, or `NO_WINNER`
-    controls_ptr,  # [num_places, NUM_COLUMNS] int64
-    best_ptr,  # [num_places, NUM_BEST] int64, out: descending; an error comes first
+    tile_best_ptr,  # [num_draws, NUM_TILES, NUM_BEST] int64, from `gumbel_argmax_kernel`
+    winners_ptr,  # [num_draws] int64: an error, or `NO_WINNER`
+    controls_ptr,  # [num_draws, NUM_COLUMNS] int64
+    best_ptr,  # [num_draws, NUM_BEST] int64, out: descending; an error comes first
     NUM_TILES: tl.constexpr,
     NUM_BEST: tl.constexpr,
     WORDS: tl.constexpr,  # at least NUM_TILES * NUM_BEST
 ):
-    """Merge the best tokens of a place's tiles into the place's best."""
-    place = tl.program_id(0).to(tl.int64)
-    if tl.load(controls_ptr + place * NUM_COLUMNS + ROW) < 0:
-        return  # an unused place
-    error = tl.load(winners_ptr + place)
+    """Merge the best tokens of a draw's tiles into the draw's best."""
+    draw = tl.program_id(0).to(tl.int64)
+    if tl.load(controls_ptr + draw * NUM_COLUMNS + ROW) < 0:
+        return  # an unused draw
+    error = tl.load(winners_ptr + draw)
     lanes = tl.arange(0, WORDS)
-    tile_best_ptr += place * NUM_TILES * NUM_BEST
+    tile_best_ptr += draw * NUM_TILES * NUM_BEST
     words = tl.load(tile_best_ptr + lanes, mask=lanes < NUM_TILES * NUM_BEST, other=NO_WINNER)
     if error != NO_WINNER:  # the tiles have written no words
         words = tl.where(lanes == 0, error, NO_WINNER)
-    store_best(words, best_ptr + place * NUM_BEST, NUM_BEST)
+    store_best(words, best_ptr + draw * NUM_BEST, NUM_BEST)
 
 
 @triton.jit
 def take_kernel(
-    winners_ptr,  # [num_places] int64, from `gumbel_argmax_kernel`
+    winners_ptr,  # [num_draws] int64, from `gumbel_argmax_kernel`
     sources_ptr,  # [num_rows] int32: index of the row's winner; -1: the row has its token
     token_ids_ptr,  # [num_rows] int32, in and out
     last_id,  # last id of the vocabulary

@@ -23,8 +23,8 @@ def copy_kernel(
     logits_ptr,  # [num_rows, VOCAB]
     logits_stride,
     values_ptr,  # [num_edited, VOCAB] float32, out
-    controls_ptr,  # [num_places, NUM_COLUMNS] int64
-    edited_ptr,  # [num_edited] int32: places
+    controls_ptr,  # [num_draws, NUM_COLUMNS] int64
+    edited_ptr,  # [num_edited] int32: indices of the draws
     mask_of_ptr,  # [num_edited] int32: index of the row's mask, or -1
     masks_ptr,  # [num_masks, MASK_WORDS] int32: a bit for each token, set if it is allowed
     raw_ranks_ptr,  # [num_edited, NUM_TILES] int32, out: greatest ranks before all edits
@@ -64,10 +64,10 @@ def edit_kernel(
     for step in tl.static_range(NUM_STEPS):
         end = tl.load(bounds_ptr + step + 1)
         for at in range(tl.load(bounds_ptr + step), end, TILE):
-            place = at + tl.arange(0, TILE)
-            inside = place < end
-            ids = tl.load(ids_ptr + place, mask=inside, other=0)
-            amounts = tl.load(amounts_ptr + place, mask=inside, other=1.0)
+            index = at + tl.arange(0, TILE)
+            inside = index < end
+            ids = tl.load(ids_ptr + index, mask=inside, other=0)
+            amounts = tl.load(amounts_ptr + index, mask=inside, other=1.0)
             values = tl.load(values_ptr + ids, mask=inside, other=0.0)
             if step == REPEAT:
                 values = tl.where(values > 0, tl.div_rn(values, amounts), values * amounts)

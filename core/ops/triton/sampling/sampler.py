@@ -1,9 +1,9 @@
 """TritonSampler: chooses the tokens of a step on the device.
 
-The host writes one block of numbers and reads one word for each place, without waiting in between;
+The host writes one block of numbers and reads one word for each draw, without waiting in between;
 `begin` leaves the reading for later. A plain batch takes two kernels for any mix of greedy and
 sampled rows: greatest values by tiles, then the Gumbel argmax. Rows with top-k or top-p take one
-more kernel, rows with logits processors two, and several best tokens of a place one to merge the
+more kernel, rows with logits processors two, and several best tokens of a draw one to merge the
 tiles. Tokens of rows without processors may be chosen in a pass's graph (lm_head.py).
 
 core/sampling/verifier.py is the reference: choices differ only if two scores, or a cumulative
@@ -29,6 +29,7 @@ from ....sampling.verifier import (
     ALL_BANNED,
     NOT_FINITE,
     Best,
+    Choices,
     LogitsRow,
     SampledToken,
     Verified,
@@ -72,7 +73,7 @@ class TritonSampler(DeviceSampler):
 
     @override
     def verify(self, logits: Tensor, requests: Sequence[DraftedRow]) -> list[Verified]:
-        return walk_drafts(logits, requests, lambda places: self._choose(logits, places))
+        return walk_drafts(logits, requests, lambda draws: self._choose(logits, draws))
 
     @override
     def sample(self, logits: Tensor, rows: Sequence[DraftedRow]) -> list[SampledToken]:
@@ -134,24 +135,24 @@ class TritonSampler(DeviceSampler):
     def gumbel_argmax(
         self, logits: Tensor, controls: Tensor, cuts: Tensor, hashes: Tensor, num_best: int = 1
     ) -> Tensor:
-        """Return the words of places without edits, from `GumbelArgmax.run`, for a graph."""
+        """Return the words of draws without edits, from `GumbelArgmax.run`, for a graph."""
         race = GumbelArgmax(logits, controls, cuts, hashes, tile=self._tile, num_best=num_best)
         return race.run()
 
-    def _choose(self, logits: Tensor, places: Sequence[LogitsRow]) -> list[SampledToken]:
-        return self._begin(logits, places).choices() if places else []
+    def _choose(self, logits: Tensor, draws: Sequence[LogitsRow]) -> list[SampledToken]:
+        return self._begin(logits, draws).choices().by_row() if draws else []
 
-    def _begin(self, logits: Tensor, places: Sequence[LogitsRow]) -> TritonPendingTokens:
-        blocks = self._blocks(logits, places, logits.shape[-1])
+    def _begin(self, logits: Tensor, draws: Sequence[LogitsRow]) -> TritonPendingTokens:
+        blocks = self._blocks(logits, draws, logits.shape[-1])
         return TritonPendingTokens(*self._gumbel_argmax(logits, blocks))
 
     def _blocks(
-        self, logits: Tensor, places: Sequence[LogitsRow], vocab_size: int
+        self, logits: Tensor, draws: Sequence[LogitsRow], vocab_size: int
     ) -> Iterator[SamplingInputs]:
-        """Yield the inputs of as many places as are processed at once."""
+        """Yield the inputs of the draws, one block of at most `BLOCK` logits after another."""
         step = _block_rows(logits)
-        for start in range(0, len(places), step):
-            yield write_controls(places[start : start + step], vocab_size)
+        for start in range(0, len(draws), step):
+            yield write_controls(draws[start : start + step], vocab_size)
 
     @torch.inference_mode()
     def _gumbel_argmax(
@@ -161,7 +162,7 @@ class TritonSampler(DeviceSampler):
         num_best: int = 1,
         draft_vocab: DraftVocab | None = None,
     ) -> tuple[Tensor, dict[int, str]]:
-        """Return the words of `GumbelArgmax.run` for each place, and requests' errors by place.
+        """Return the words of `GumbelArgmax.run` for each draw, and requests' errors by draw.
 
         Errors of the logits are among the words.
         """
@@ -205,18 +206,18 @@ class TritonPendingTokens:
         self.words = words
         self._reply, self._refusals = AsyncCopy(words), refusals
 
-    def choices(self) -> list[SampledToken]:
+    def choices(self) -> Choices:
         """Wait for the words and return their tokens."""
         return _choices(self._reply.read(), self._refusals)
 
 
 class TritonPendingBest:
-    """`PendingBest`: the words of each place's best tokens, on their way to the host."""
+    """`PendingBest`: the words of each draw's best tokens, on their way to the host."""
 
     def __init__(
         self, words: Tensor, refusals: dict[int, str], draft_vocab: DraftVocab | None = None
     ) -> None:
-        """Start the copy of ``words`` [num_places, num_best] from `GumbelArgmax.run`."""
+        """Start the copy of ``words`` [num_draws, num_best] from `GumbelArgmax.run`."""
         self._shape, self._reply = words.shape, AsyncCopy(words.flatten())
         self._refusals, self._draft_vocab = refusals, draft_vocab
 
@@ -226,25 +227,25 @@ class TritonPendingBest:
         return _bests(self._reply.read().reshape(self._shape), self._refusals, names)
 
 
-def _choices(words: NDArray[np.int64], refusals: dict[int, str]) -> list[SampledToken]:
+def _choices(words: NDArray[np.int64], refusals: dict[int, str]) -> Choices:
     """Return the tokens of the winners' words, or errors.
 
-    An error of the logits takes precedence over ``refusals``, the requests' errors by place.
+    An error of the logits takes precedence over ``refusals``, the requests' errors by draw.
     """
-    choices = [SampledToken(token_id) for token_id in (_LAST_ID - (words & _LAST_ID)).tolist()]
-    for index, why in refusals.items():
-        choices[index] = SampledToken(-1, why)
-    for index in np.flatnonzero(words >= gumbel_argmax_kernels.NOT_FINITE.value).tolist():
-        choices[index] = SampledToken(-1, _ERRORS[int(words[index])])
-    return choices
+    token_ids = (_LAST_ID - (words & _LAST_ID)).tolist()
+    failed = np.flatnonzero(words >= gumbel_argmax_kernels.NOT_FINITE.value).tolist()
+    errors = refusals | {index: _ERRORS[int(words[index])] for index in failed}
+    for index in errors:
+        token_ids[index] = -1
+    return Choices(token_ids, errors)
 
 
 def _bests(
     words: NDArray[np.int64], refusals: dict[int, str], names: Sequence[int] | None
 ) -> list[Best]:
-    """Return tokens and scores of words [num_places, num_best], or errors.
+    """Return tokens and scores of words [num_draws, num_best], or errors.
 
-    An error of the logits takes precedence over ``refusals``, the requests' errors by place.
+    An error of the logits takes precedence over ``refusals``, the requests' errors by draw.
     ``names``: token ids of the logits' columns.
     """
     ranks = (words >> 32).astype(np.int32)
@@ -304,4 +305,4 @@ def _arrays(controls: SamplingInputs) -> list[NDArray[Any]]:
 
 
 def _edit_arrays(lists: EditLists) -> list[NDArray[Any]]:
-    return [lists.places, lists.mask_of, lists.masks, lists.bounds, lists.ids, lists.amounts]
+    return [lists.draws, lists.mask_of, lists.masks, lists.bounds, lists.ids, lists.amounts]

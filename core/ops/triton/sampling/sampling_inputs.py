@@ -1,8 +1,8 @@
-"""SamplingInputs: the inputs of the sampler's kernels for each place, as arrays of numbers.
+"""SamplingInputs: the inputs of the sampler's kernels for each draw, as arrays of numbers.
 
-A place is a token to choose from one row of the logits. The part of its inputs that depends only on
-a request is cached in the request's `SamplingMetadata`; a place adds its position. So a plain batch
-costs one look-up per place and some operations on whole arrays.
+A draw is a token to choose from one row of the logits. The part of its inputs that depends only on
+a request is cached in the request's `SamplingMetadata`; a draw adds its position. So a plain batch
+costs one look-up per draw and some operations on whole arrays.
 """
 
 from __future__ import annotations
@@ -22,40 +22,40 @@ from ...batch import IntArray, SamplingPlan
 from .row_edits import Edits, Ints, RowEdits, num_words
 
 COLUMNS = PLACE.names or ()
-"""Columns of a place's controls, int64; numbers are the bits of a float64. ``noise_start`` contains
-the key of the place's noise; a row of -1 means that the place is unused."""
+"""Columns of a draw's controls, int64; numbers are the bits of a float64. ``noise_start`` contains
+the key of the draw's noise; a row of -1 means that the draw is unused."""
 NUM_COLUMNS = len(COLUMNS)
 ROW, _EDITED = COLUMNS.index("row"), COLUMNS.index("edited")
 _KIND = COLUMNS.index("kind")
 
-_Edited: TypeAlias = tuple[int, DraftedRow]  # place, row
+_Edited: TypeAlias = tuple[int, DraftedRow]  # draw, row
 
 
 @dataclass(frozen=True, slots=True)
 class EditLists:
-    """Edits of logits at the places that have any."""
+    """Edits of the logits of draws that have any."""
 
-    places: Ints  # [num_edited]
+    draws: Ints  # [num_edited] indices of the draws
     mask_of: Ints  # [num_edited] index of a mask, or -1
     masks: Ints  # [num_masks, num_words] a bit for each token
     bounds: Ints  # [num_edited, number of steps + 1] start and end of each step's edits
     ids: Ints  # [num_edits]
-    amounts: NDArray[np.float32]  # [num_edits]
+    amounts: NDArray[np.float32]  # [num_edits] summand or factor of each edit
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingInputs:
     """Inputs of the sampler's kernels, and the requests' errors."""
 
-    columns: NDArray[np.int64]  # [num_places, NUM_COLUMNS]
-    cuts: Ints  # [num_cuts] places
+    columns: NDArray[np.int64]  # [num_draws, NUM_COLUMNS]
+    cuts: Ints  # [num_cuts] indices of draws with top-k, min-p or top-p
     edits: EditLists | None
-    refusals: dict[int, str]  # errors by place
+    refusals: dict[int, str]  # errors of requests, by index of the draw
 
 
-def write_controls(places: Sequence[LogitsRow], vocab_size: int) -> SamplingInputs:
-    """Encode ``places`` for the kernels; the vocabulary has ``vocab_size`` tokens."""
-    columns, edited = _unedited(places, vocab_size)
+def write_controls(draws: Sequence[LogitsRow], vocab_size: int) -> SamplingInputs:
+    """Encode ``draws`` for the kernels; the vocabulary has ``vocab_size`` tokens."""
+    columns, edited = _unedited(draws, vocab_size)
     lists, refusals = _edit_lists(edited, columns, vocab_size) if edited else (None, {})
     return SamplingInputs(columns, _cuts(columns), lists, refusals)
 
@@ -67,7 +67,7 @@ def write_plain_controls(draws: SamplingPlan, vocab_size: int) -> SamplingInputs
     """
     records, firsts = list[bytes](), list[int]()
     for row, count in zip(draws.rows, draws.counts, strict=True):
-        encoded, first = row.encoded(vocab_size), row.position
+        encoded, first = row.encoded(vocab_size), row.position - count + 1
         if first < encoded.edited_until:
             return None
         records.append(encoded.place * count)
@@ -80,50 +80,50 @@ def write_plain_controls(draws: SamplingPlan, vocab_size: int) -> SamplingInputs
 
 
 def plain_inputs(columns: NDArray[np.int64]) -> SamplingInputs:
-    """Return the inputs of places without edits, whose controls are ``columns``."""
+    """Return the inputs of draws without edits, whose controls are ``columns``."""
     return SamplingInputs(columns, _cuts(columns), None, {})
 
 
 def _unedited(
-    places: Sequence[LogitsRow], vocab_size: int
+    draws: Sequence[LogitsRow], vocab_size: int
 ) -> tuple[NDArray[np.int64], list[_Edited]]:
-    """Return the controls of all places, without edits, and the places that have edits."""
+    """Return the controls of all draws, without edits, and the draws that have edits."""
     records, positions, edited = [], [], []
-    for index, (_, row) in enumerate(places):
+    for index, (_, row) in enumerate(draws):
         encoded, position = row.encoded(vocab_size), row.position
         records.append(encoded.place)
         positions.append(position)
         if position < encoded.edited_until:
             edited.append((index, row))
-    rows = np.array([at for at, _ in places])
+    rows = np.array([at for at, _ in draws])
     return _columns(records, positions, rows), edited
 
 
 def _columns(
     records: Sequence[bytes], positions: Sequence[int] | IntArray, rows: IntArray
 ) -> NDArray[np.int64]:
-    """Return the places' controls.
+    """Return the draws' controls.
 
-    ``positions``: of the tokens in the output. ``rows``: of the logits.
+    ``positions``: positions of the tokens in the output. ``rows``: rows of the logits.
     """
-    places = np.frombuffer(bytearray().join(records), PLACE)
-    starts = places["noise_start"]
+    draws = np.frombuffer(bytearray().join(records), PLACE)
+    starts = draws["noise_start"]
     starts[:] = stream_keys(starts, np.asarray(positions)).view(np.uint64)
-    places["row"] = rows
-    return places.view(np.int64).reshape(-1, NUM_COLUMNS)
+    draws["row"] = rows
+    return draws.view(np.int64).reshape(-1, NUM_COLUMNS)
 
 
 def _cuts(columns: NDArray[np.int64]) -> Ints:
-    """Return the places with top-k or top-p."""
+    """Return the draws with top-k or top-p."""
     return np.flatnonzero(columns[:, _KIND] == CUT).astype(np.int32)
 
 
 def _edit_lists(
     edited: Sequence[_Edited], columns: NDArray[np.int64], vocab_size: int
 ) -> tuple[EditLists | None, dict[int, str]]:
-    """Return the edits or None, and errors by place; set the column "edited" of ``columns``.
+    """Return the edits or None, and errors by draw; set the column "edited" of ``columns``.
 
-    The logits of a place with an error stay unedited.
+    The logits of a draw with an error stay unedited.
     """
     refusals: dict[int, str] = {}
     asked: list[tuple[int, Ints | None, tuple[Edits, ...]]] = []
@@ -139,7 +139,7 @@ def _edit_lists(
 
 
 def _lists(asked: Sequence[tuple[int, Ints | None, tuple[Edits, ...]]], words: int) -> EditLists:
-    masks: dict[int, Ints] = {}  # by identity, since places of one request may share a mask
+    masks: dict[int, Ints] = {}  # by identity, since draws of one request may share a mask
     for _, bits, _ in asked:
         if bits is not None:
             masks.setdefault(id(bits), bits)
@@ -148,7 +148,7 @@ def _lists(asked: Sequence[tuple[int, Ints | None, tuple[Edits, ...]]], words: i
     ends = np.cumsum([len(ids) for ids, _ in edits], dtype=np.int32).reshape(len(asked), -1)
     begins = np.append(0, ends[:-1, -1]).astype(np.int32)
     return EditLists(
-        places=np.array([index for index, *_ in asked], np.int32),
+        draws=np.array([index for index, *_ in asked], np.int32),
         mask_of=np.array([index_of.get(id(bits), -1) for _, bits, _ in asked], np.int32),
         masks=np.stack(list(masks.values())) if masks else np.empty((0, words), np.int32),
         bounds=np.column_stack((begins, ends)),

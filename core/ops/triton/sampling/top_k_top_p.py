@@ -49,9 +49,9 @@ def weights_before(
     """Return the weight of the listed values whose key is below each of ``keys`` [16], int64."""
     weights = tl.zeros([16], tl.int64)
     for at in range(0, count, TILE):
-        place = at + tl.arange(0, TILE)
-        scaled = tl.load(list_ptr + place, mask=place < count, other=-float("inf"))
-        weight = (place < count).to(tl.int64)
+        index = at + tl.arange(0, TILE)
+        scaled = tl.load(list_ptr + index, mask=index < count, other=-float("inf"))
+        weight = (index < count).to(tl.int64)
         if WEIGHS:
             weight = mass_of(scaled, MASS_SCALE)
         is_before = key_of(scaled).to(tl.uint32)[:, None] < keys[None, :]
@@ -95,9 +95,9 @@ def narrowed(
         fence = tl.min(tl.where(weights >= limit, keys, 0x7FFFFFFF), 0).to(tl.int32)
         left = 0
         for at in range(0, count, TILE):
-            place = at + tl.arange(0, TILE)
-            scaled = tl.load(list_ptr + place, mask=place < count, other=-float("inf"))
-            stays = ((key_of(scaled) < fence) & (place < count)).to(tl.int32)
+            index = at + tl.arange(0, TILE)
+            scaled = tl.load(list_ptr + index, mask=index < count, other=-float("inf"))
+            stays = ((key_of(scaled) < fence) & (index < count)).to(tl.int32)
             tl.debug_barrier()  # all threads have read values that may be overwritten
             tl.store(list_ptr + left + tl.cumsum(stays, 0) - 1, scaled, mask=stays != 0)
             left += tl.sum(stays, 0)
@@ -120,11 +120,11 @@ def list_mass(list_ptr, count, key, ties, MASS_SCALE: tl.constexpr, TILE: tl.con
     """
     total, num_ties = tl.full([], 0, tl.int64), tl.full([], 0, tl.int64)
     for at in range(0, count, TILE):
-        place = at + tl.arange(0, TILE)
-        scaled = tl.load(list_ptr + place, mask=place < count, other=-float("inf"))
+        index = at + tl.arange(0, TILE)
+        scaled = tl.load(list_ptr + index, mask=index < count, other=-float("inf"))
         its_key = key_of(scaled)
         total += tl.sum(tl.where(its_key < key, mass_of(scaled, MASS_SCALE), 0), 0)
-        num_ties += tl.sum(((its_key == key) & (place < count)).to(tl.int64), 0)
+        num_ties += tl.sum(((its_key == key) & (index < count)).to(tl.int64), 0)
     return total + tl.minimum(num_ties, ties) * mass_at(key, MASS_SCALE)
 
 
@@ -288,11 +288,11 @@ def cut_kernel(
     logits_ptr,  # [num_rows, VOCAB]
     logits_stride,
     values_ptr,  # [num_edited, VOCAB] float32
-    controls_ptr,  # [num_places, NUM_COLUMNS] int64
-    cuts_ptr,  # [num_cuts] int32: places; -1: no row
-    ranks_ptr,  # [num_places, NUM_TILES] int32
+    controls_ptr,  # [num_draws, NUM_COLUMNS] int64
+    cuts_ptr,  # [num_cuts] int32: indices of the draws; -1: unused
+    ranks_ptr,  # [num_draws, NUM_TILES] int32
     list_ptr,  # [num_cuts, VOCAB] float32: working space
-    kept_ptr,  # [num_places, 2] int32, out: last key and last id
+    kept_ptr,  # [num_draws, 2] int32, out: last key and last id
     VOCAB: tl.constexpr,
     TILE: tl.constexpr,
     NUM_TILES: tl.constexpr,
@@ -300,13 +300,13 @@ def cut_kernel(
     MASS_SCALE: tl.constexpr,
     LIST_TILE: tl.constexpr,
 ):
-    """Cut one place's row by top-k, min-p and top-p; write the last key and id that stay."""
-    place = tl.load(cuts_ptr + tl.program_id(0)).to(tl.int64)
-    if place < 0:
+    """Cut one draw's row by top-k, min-p and top-p; write the last key and id that stay."""
+    draw = tl.load(cuts_ptr + tl.program_id(0)).to(tl.int64)
+    if draw < 0:
         return
     list_ptr += tl.program_id(0).to(tl.int64) * VOCAB
-    control_ptr = controls_ptr + place * NUM_COLUMNS
-    ranks_ptr += place * NUM_TILES
+    control_ptr = controls_ptr + draw * NUM_COLUMNS
+    ranks_ptr += draw * NUM_TILES
     rank = top_rank(ranks_ptr, NUM_TILES, TILES)
     if not is_sound(rank):
         return
@@ -338,5 +338,5 @@ def cut_kernel(
             logits_ptr, logits_stride, values_ptr, control_ptr, top, temperature,
             VOCAB, TILE, NUM_TILES,
         )  # fmt: skip
-    tl.store(kept_ptr + place * 2, last)
-    tl.store(kept_ptr + place * 2 + 1, last_id)
+    tl.store(kept_ptr + draw * 2, last)
+    tl.store(kept_ptr + draw * 2 + 1, last_id)

@@ -10,10 +10,10 @@ from foretoken.api.types.results import CallDelta, TextDelta
 from foretoken.core.errors import ForetokenError, InvalidRequest, QueueFull
 
 
-def output_of(*deltas, is_whole=True):
+def output_of(*deltas, is_complete=True):
     output = Output(lambda logprobs: [])
     events = [event for delta in deltas for event in output.add(delta)]
-    events += output.end(is_whole=is_whole)
+    events += output.end(is_complete=is_complete)
     return msgspec.to_builtins(output.items), msgspec.to_builtins(events)
 
 
@@ -41,7 +41,7 @@ def test_a_call_that_breaks_off_is_incomplete_even_when_words_follow():
 def test_an_answer_of_thought_alone_has_an_empty_message_when_it_is_whole():
     items, _ = output_of(TextDelta(reasoning="hm"))
     assert [item["type"] for item in items] == ["reasoning", "message"]
-    items, _ = output_of(TextDelta(reasoning="hm"), is_whole=False)
+    items, _ = output_of(TextDelta(reasoning="hm"), is_complete=False)
     assert [item["status"] for item in items] == ["incomplete"]
 
 

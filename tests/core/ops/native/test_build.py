@@ -35,7 +35,7 @@ def fresh(monkeypatch, tmp_path):
     monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.delenv(building.SETTING, raising=False)
-    loading._say_why.cache_clear()
+    loading._warn_unavailable.cache_clear()
     loading._load.cache_clear()
     yield
     loading._load.cache_clear()

@@ -84,7 +84,7 @@ class Layers:
 
     @property
     def turns(self) -> Turns:
-        return Turns(0.7 ** torch.arange(self.heads.turned_dim // 2))
+        return Turns(0.7 ** torch.arange(self.heads.rope_dim // 2))
 
     def run(
         self,
@@ -97,7 +97,7 @@ class Layers:
     ) -> tuple[Tensor, Tensor]:
         """Queries and attention outputs of a batch, in the second layer."""
         batch = build_batch(segments, page_size=self.page_size, device="cpu", min_rows=1)
-        others = (Turns(0.3 ** torch.arange(self.heads.turned_dim // 2)), self.turns)
+        others = (Turns(0.3 ** torch.arange(self.heads.rope_dim // 2)), self.turns)
         plan = ops.plan(batch, self.pool, self.heads, self.turns, *others)
         q = ops.rope_write(qkv.clone(), 1, plan, self.norm, tables)
         return q, ops.attention(q, 1, plan, window, **rule)

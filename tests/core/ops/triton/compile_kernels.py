@@ -107,7 +107,7 @@ NORM = {
     "HAS_BIAS": False,
 }  # fmt: skip
 NORMED, PLAIN_HEADS = (
-    {"HAS_NORM": has, "IS_WHOLE": False, "IS_BEHIND": False} for has in (True, False)
+    {"HAS_NORM": has, "IS_WHOLE": False, "IS_AFTER_ROPE": False} for has in (True, False)
 )
 ACTIVATION = {"WIDTH": 12288, "TILE": 1024, "IS_GATED": True, "KIND": "silu", "LIMIT": 0.0}
 NARROW = {"TILE_ROWS": 16, "IS_NARROW": True, "IS_WHOLE": False}
@@ -146,7 +146,7 @@ VARIANTS: dict[str, Variant] = {
     "add": Variant(norm_kernel, {**NORM, "HAS_RESIDUAL": True, "HAS_NORM": False}),
     "rope write": Variant(rope_write_kernel, {**HEADS, **PLAIN, **NORMED}),
     "rope write behind": Variant(
-        rope_write_kernel, {**HEADS, **PLAIN, **NORMED, "IS_BEHIND": True}
+        rope_write_kernel, {**HEADS, **PLAIN, **NORMED, "IS_AFTER_ROPE": True}
     ),
     "rope write whole": Variant(rope_write_kernel, {**HEADS, **PLAIN, **NORMED, "IS_WHOLE": True}),
     "rope write int8": Variant(rope_write_kernel, {**HEADS, **INT8, **PLAIN_HEADS}, KV_INT8),

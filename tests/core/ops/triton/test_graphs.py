@@ -226,7 +226,7 @@ def test_positions_beyond_the_table_that_a_graph_reads_are_computed_without_and_
     (shared,) = graphs_of(twins.graphed).values()
     assert shared.num_positions == NUM_PAGES * PAGE_SIZE, "no pool has more"
     ((shape, captured),) = shared.captured.items()
-    short = replace(captured, num_positions=6, num_places=100)
+    short = replace(captured, num_positions=6, num_partials=100)
     monkeypatch.setitem(shared.captured, shape, short)
     for _ in range(2):
         twins.check([segment(6, 1, [40])])

@@ -44,14 +44,19 @@ def in_python(
 ) -> tuple[HostFields, int, int]:
     works = [
         build_tile_schedule(
-            batch, narrow_rows=tile_rows, wide_rows=8, wide_places=8, kv_split_group=2, window=each
+            batch,
+            narrow_rows=tile_rows,
+            wide_rows=8,
+            wide_partials=8,
+            kv_split_group=2,
+            window=each,
         )
         for each in windows
     ]
     to = empty_fields(len(windows))
     used = fill(to, batch, works)
     assert used == words_needed(batch, works)
-    return to, used, max(work.num_places for work in works)
+    return to, used, max(work.num_partials for work in works)
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -61,24 +66,24 @@ def test_random_passes_have_the_bytes_of_their_schedules(seed: int) -> None:
     batch = build_batch(segments, page_size=PAGE_SIZE, device="cpu", min_rows=1)
     windows = rng.choice([[None], [None, 100], [300], [17, None]])
     tile_rows = rng.choice([1, 2, 4, 16])
-    wanted, used, num_places = in_python(batch, windows, tile_rows)
+    wanted, used, num_partials = in_python(batch, windows, tile_rows)
     found = empty_fields(len(windows))
-    room = {"tile_rows": tile_rows, "max_places": num_places}
+    room = {"tile_rows": tile_rows, "max_partials": num_partials}
     assert fill_narrow(found, batch, windows, **room) == used
     for name, numbers in wanted.items():
         if name not in NOT_WRITTEN:
             count = used if name == "words" else len(numbers)
             assert found[name][:count].tolist() == numbers[:count].tolist(), name
-    room["max_places"] = num_places - 1
+    room["max_partials"] = num_partials - 1
     assert fill_narrow(empty_fields(len(windows)), batch, windows, **room) is None
 
 
 def test_a_pass_that_has_no_room_for_its_words_is_not_written() -> None:
     segments = random_segments(random.Random(1), 5)
     batch = build_batch(segments, page_size=PAGE_SIZE, device="cpu", min_rows=1)
-    _, used, num_places = in_python(batch, [None], 4)
+    _, used, num_partials = in_python(batch, [None], 4)
     for num_words in (0, used - 1, used):
         room = fields(NUM_ROWS, 1, num_words)
         to = GraphInputs(room, torch.device("cpu")).open()
-        found = fill_narrow(to, batch, [None], tile_rows=4, max_places=num_places)
+        found = fill_narrow(to, batch, [None], tile_rows=4, max_partials=num_partials)
         assert found == (used if num_words == used else None)

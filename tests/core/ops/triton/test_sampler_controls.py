@@ -50,7 +50,7 @@ def test_places_of_one_request_share_its_mask_and_others_have_their_own() -> Non
     ]
     controls = write_controls(list(enumerate(rows)), VOCAB)
     assert controls.edits is not None
-    assert controls.edits.places.tolist() == [0, 1, 2, 3]
+    assert controls.edits.draws.tolist() == [0, 1, 2, 3]
     assert controls.edits.mask_of.tolist() == [0, 1, 0, -1]
     bits = np.unpackbits(controls.edits.masks.view(np.uint8), axis=1, bitorder="little")
     assert [np.flatnonzero(mask).tolist() for mask in bits] == [[3, 35], list(range(10))]

@@ -19,7 +19,7 @@ from foretoken.core.ops.triton.attention.tile_schedule import (
 )
 
 PAGE_SIZE = 16
-WIDE_ROWS, WIDE_PLACES = 32, 33  # as where a group of heads does not divide a tile
+WIDE_ROWS, WIDE_PARTIALS = 32, 33  # as where a group of heads does not divide a tile
 
 
 def batch_of(segments: list[Segment]) -> RaggedBatch:
@@ -37,7 +37,7 @@ def work_of(
         batch_of(segments),
         narrow_rows=8,
         wide_rows=WIDE_ROWS,
-        wide_places=WIDE_PLACES,
+        wide_partials=WIDE_PARTIALS,
         kv_split_group=kv_split_group,
         window=window,
         part=part,
@@ -112,23 +112,23 @@ def test_every_split_of_a_row_and_every_stretch_of_a_tile_of_several_has_places_
     for row, in_chunk in enumerate(rows_of_chunks(segments)):
         assert (work.rows_in_tile[row] >= 0) == in_chunk
         if not in_chunk:
-            taken.update(work.places[row] + index for index in range(len(seen[row])))
+            taken.update(work.partials[row] + index for index in range(len(seen[row])))
     num_stretches = Counter(work.wide.first_rows.tolist())
     for index, start in enumerate(work.wide.first_rows.tolist()):
         rows = work.wide.rows[start : start + work.wide.num_rows[index]].tolist()
         assert work.rows_in_tile[rows].tolist() == list(range(len(rows)))
         if num_stretches[start] == 1:
-            assert (work.places[rows] == -1).all()
+            assert (work.partials[rows] == -1).all()
             continue
         number = int(work.wide.first_splits[index]) // kv_split_group
         begins = {
-            int(work.places[row]) + WIDE_PLACES * (number - seen[row].start // kv_split_group)
+            int(work.partials[row]) + WIDE_PARTIALS * (number - seen[row].start // kv_split_group)
             for row in rows
             if number in {split // kv_split_group for split in seen[row]}
         }
         (begin,) = begins
-        taken.update(range(begin, begin + WIDE_PLACES))
-    assert taken == Counter(range(work.num_places)), "places are dense and nobody's twice"
+        taken.update(range(begin, begin + WIDE_PARTIALS))
+    assert taken == Counter(range(work.num_partials)), "partials are dense and nobody's twice"
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -150,24 +150,24 @@ def test_an_item_of_a_chunk_stays_within_a_stretch_and_the_cuts_are_at_fixed_pos
 
 
 @pytest.mark.parametrize("seed", range(40))
-@pytest.mark.parametrize("max_places", [1, 6, 150, 1000])
+@pytest.mark.parametrize("max_partials", [1, 6, 150, 1000])
 def test_parts_hold_every_row_once_and_no_more_sums_than_there_is_room_for(
-    seed: int, max_places: int
+    seed: int, max_partials: int
 ) -> None:
     rng = random.Random(seed)
     segments = random_segments(rng)
     window = rng.choice([None, 20, 300])
     whole = work_of(segments, window, kv_split_group=1)
-    parts = whole.parts(max_places)
+    parts = whole.parts(max_partials)
     assert [row for part in parts for row in part] == list(range(len(whole.ends)))
     works = [work_of(segments, window, kv_split_group=1, part=part) for part in parts]
     for part, work in zip(parts, works, strict=True):
         least = whole.ends[part.start] - (whole.ends[part.start - 1] if part.start else 0)
-        assert work.num_places <= max(max_places, least), "one row or tile may need more"
+        assert work.num_partials <= max(max_partials, least), "one row or tile may need more"
         met = {row for items in (work.narrow, work.wide) for row, _ in meetings(items)}
         assert met == set(part)
-        assert {row for row, place in enumerate(work.places) if place >= 0} <= set(part)
-    assert sum(work.num_places for work in works) == whole.num_places
+        assert {row for row, place in enumerate(work.partials) if place >= 0} <= set(part)
+    assert sum(work.num_partials for work in works) == whole.num_partials
     narrow = sum((meetings(work.narrow) for work in works), Counter())
     assert narrow == meetings(whole.narrow)
     wide = sum((meetings(work.wide) for work in works), Counter())
@@ -183,7 +183,7 @@ def test_a_chunk_behind_a_long_prefix_makes_many_items_and_one_in_front_as_many_
     assert len(work_of([Segment(range(64), 32768, pages, 1)], kv_split_group=16).wide) == 2 * 9
     work = work_of([Segment(range(64), 16 * SPLIT - 64, pages, 1)], kv_split_group=16)
     assert len(work.wide) == 2
-    assert work.num_places == 0
+    assert work.num_partials == 0
 
 
 @pytest.mark.parametrize("seed", range(40))

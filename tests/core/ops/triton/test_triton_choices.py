@@ -310,7 +310,7 @@ def test_nothing_is_chosen_where_there_is_nobody(monkeypatch: pytest.MonkeyPatch
 
 
 def test_what_a_pass_left_in_a_packet_is_nobodys_in_the_next() -> None:
-    to = GraphInputs(fields(4, 1, 8, num_places=4), torch.device("cpu")).open()
+    to = GraphInputs(fields(4, 1, 8, num_draws=4), torch.device("cpu")).open()
     fill_idle(to)
     told = [(to["controls"].reshape(-1, NUM_COLUMNS)[:, ROW].tolist(), to["cuts"].tolist())]
     rows = [row_of(1), row_of(2, top_k=3), row_of(3, top_k=3)]

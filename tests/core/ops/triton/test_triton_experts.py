@@ -168,7 +168,7 @@ def test_addresses_are_of_aligned_tensors_and_made_once() -> None:
     rows = torch.randn(4, 37).unbind()
     made = experts.Addresses(rows)
     assert not (made.table % 16).any()
-    assert all(torch.equal(*pair) for pair in zip(made._lent, rows, strict=True))
+    assert all(torch.equal(*pair) for pair in zip(made._tensors, rows, strict=True))
     ops = TritonOps()
     weights: ExpertWeights = make_experts(ops, Routing(3), torch.float32)
     ops.experts(torch.randn(1, HIDDEN), weights)

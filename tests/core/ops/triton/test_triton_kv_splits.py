@@ -149,7 +149,7 @@ def test_a_pass_whose_sums_exceed_their_room_is_computed_in_parts_to_the_same_bi
     segments = [*BESIDE, Segment(range(24), 500, TABLE, 1)]
     device = scene.plan(segments).on_device((None,))
     assert len(device.works[None]) > 1
-    assert device.partial_sums.num_places <= room
+    assert device.partial_sums.num_partials <= room
     sums = device.partial_sums
     assert sums.acc.nbytes + 2 * sums.max_score.nbytes <= plans.MAX_PARTIAL_SUMS
 
@@ -161,11 +161,11 @@ def test_room_that_is_there_is_used_and_a_row_that_needs_more_gets_more() -> Non
     assert short.on_device((None,), partial_sums=there).partial_sums is there
     assert len(short.on_device((None,)).works[None]) == 2
     long = scene.plan([Segment([1], 600, TABLE, 1)])
-    assert long.on_device((None,), partial_sums=there).partial_sums.num_places == 3
+    assert long.on_device((None,), partial_sums=there).partial_sums.num_partials == 3
 
 
 def test_the_first_stretch_of_a_prompt_leaves_no_sums() -> None:
     plan = Scene("spec").plan([Segment(range(58 * PAGE_SIZE), 0, TABLE, 1)])
     device = plan.on_device((None,))
     assert [work.kinds for work in device.works[None]] == [(False, True, False)]
-    assert device.partial_sums.num_places <= 1
+    assert device.partial_sums.num_partials <= 1

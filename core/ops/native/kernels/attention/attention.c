@@ -33,8 +33,8 @@ static int64_t line_up_queries(const attend_task *task, attend_space *space) {
     return query;
 }
 
-/* Index of a query in q and in out, which are [num_rows, num_heads] vectors. */
-static int64_t place_of(const attend_task *task, const attend_space *space, int64_t query) {
+/* Index of a query in the vectors [num_rows, num_heads] of q and of out. */
+static int64_t vector_index(const attend_task *task, const attend_space *space, int64_t query) {
     int64_t head = task->first + query % task->group;
     return space->rows[query] * task->job->heads->num_heads + head;
 }
@@ -44,7 +44,7 @@ static void begin_task(const attend_task *task, attend_space *space) {
     int64_t num_queries = line_up_queries(task, space);
     int widens = heads->dtype == FT_BFLOAT16 && !uses_dot(heads);
     for (int64_t i = 0; i < num_queries; i++) {
-        int64_t at = place_of(task, space, i) * task->dim;
+        int64_t at = vector_index(task, space, i) * task->dim;
         const char *query = task->job->q + at * item_size(heads);
         float *wide = space->wide + i * task->dim;
         const float *sinks = task->job->rule->sinks;
@@ -72,7 +72,7 @@ static void begin_task(const attend_task *task, attend_space *space) {
 static void end_task(const attend_task *task, const attend_space *space) {
     int is_bf16 = task->job->heads->dtype == FT_BFLOAT16;
     for (int64_t i = 0; i < space->first_query[task->num_parts]; i++) {
-        int64_t dim = task->value_dim, at = place_of(task, space, i) * dim;
+        int64_t dim = task->value_dim, at = vector_index(task, space, i) * dim;
         ft_vec exp_sum = v_set(v_sum(v_load(space->exp_sums[i])));
         for (int64_t d = 0; d < dim; d += FT_WIDTH) {
             ft_vec sum = v_load(space->acc + i * task->padded + d);
@@ -108,10 +108,10 @@ static void attend_one(const attend_task *task, attend_space *space) {
     begin_task(task, space);
     ft_attend_step step = ft_attend_first(task->parts, task->num_parts, window);
     find_keys(task, &step, space->key_rows[0]);
-    for (int turn = 0; step.count > 0; turn = 1 - turn) {
+    for (int now = 0; step.count > 0; now = 1 - now) {
         ft_attend_step next = ft_attend_next(task->parts, task->num_parts, window, &step);
-        find_keys(task, &next, space->key_rows[1 - turn]);
-        attend_block(task, space, &step, space->key_rows[turn], space->key_rows[1 - turn]);
+        find_keys(task, &next, space->key_rows[1 - now]);
+        attend_block(task, space, &step, space->key_rows[now], space->key_rows[1 - now]);
         step = next;
     }
     end_task(task, space);

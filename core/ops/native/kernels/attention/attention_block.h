@@ -71,7 +71,7 @@ typedef struct {
     int64_t rows[QUERIES], positions[QUERIES]; /* row in the batch, position in the sequence */
     int64_t reaches[QUERIES];                  /* the first position that a query does not see */
     int64_t first_query[QUERIES + 1];          /* index of each part's first query */
-    const char *key_rows[2][KEYS]; /* addresses in the pages, for this block and the next in turn */
+    const char *key_rows[2][KEYS]; /* addresses in the pages, of this block and of the next */
     const float *value_rows[KEYS];
 } attend_space;
 
@@ -179,7 +179,7 @@ static void find_keys(const attend_task *task, const ft_attend_step *step, const
 
 #if defined(FT_AVX2)
 /* Transpose eight rows of eight words; rows of the result are 16 words apart. */
-FT_INLINE void turn_eight(__m256 *a, uint32_t *out) {
+FT_INLINE void transpose_eight(__m256 *a, uint32_t *out) {
     __m256 b[8];
 #pragma GCC unroll 4
     for (int i = 0; i < 4; i++) {
@@ -202,7 +202,7 @@ FT_INLINE void turn_eight(__m256 *a, uint32_t *out) {
 #endif
 
 /* Transpose sixteen rows of sixteen words to out[word][row]. */
-FT_INLINE void turn_square(const char *const *rows, int64_t byte, uint32_t *out) {
+FT_INLINE void transpose_square(const char *const *rows, int64_t byte, uint32_t *out) {
 #if defined(FT_AVX512)
     __m512i a[16], b[16];
 #pragma GCC unroll 16
@@ -239,7 +239,7 @@ FT_INLINE void turn_square(const char *const *rows, int64_t byte, uint32_t *out)
             __m256 a[8];
             for (int i = 0; i < 8; i++)
                 a[i] = _mm256_loadu_ps((const float *)(rows[half + i] + byte) + word);
-            turn_eight(a, out + word * 16 + half);
+            transpose_eight(a, out + word * 16 + half);
         }
 #else
     for (int i = 0; i < 16; i++) {
@@ -251,14 +251,14 @@ FT_INLINE void turn_square(const char *const *rows, int64_t byte, uint32_t *out)
 }
 
 /* Transpose sixteen rows of bf16 to fp32, out[dimension][row]. */
-static void turn_wide(const char *const *rows, int64_t dim, uint32_t *out) {
+static void transpose_wide(const char *const *rows, int64_t dim, uint32_t *out) {
     int64_t d = 0;
 #if defined(FT_AVX2)
     for (; d + 8 <= dim; d += 8)
         for (int half = 0; half < 16; half += 8) {
             __m256 a[8];
             for (int i = 0; i < 8; i++) a[i] = ft_widen8((const bf16 *)rows[half + i] + d);
-            turn_eight(a, out + d * 16 + half);
+            transpose_eight(a, out + d * 16 + half);
         }
 #endif
     for (; d < dim; d++)
@@ -267,7 +267,7 @@ static void turn_wide(const char *const *rows, int64_t dim, uint32_t *out) {
 
 static void turn_words(const char *const *rows, int64_t words, uint32_t *out) {
     int64_t word = 0;
-    for (; word + 16 <= words; word += 16) turn_square(rows, word * 4, out + word * 16);
+    for (; word + 16 <= words; word += 16) transpose_square(rows, word * 4, out + word * 16);
     for (; word < words; word++)
         for (int i = 0; i < 16; i++) memcpy(out + word * 16 + i, rows[i] + word * 4, 4);
 }
@@ -284,7 +284,7 @@ static void load_keys(const attend_task *task, attend_space *space, const char *
         for (int64_t j = i; j < ft_min(i + 16, count); j++)
             if (!heads->rank) fetch_soon(rows[j] + value_offset(task), task->dim * item_size(heads));
         if (widens)
-            turn_wide(rows + i, task->dim, out);
+            transpose_wide(rows + i, task->dim, out);
         else
             turn_words(rows + i, words, out);
         memset(out + words * 16, 0, (size_t)(stride - words) * 16 * 4);

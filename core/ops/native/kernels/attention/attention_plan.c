@@ -70,7 +70,7 @@ static void add_part(builder *build, int64_t segment, int64_t skipped, int64_t s
         .first_row = row,
         .first_position = first,
         .num_rows = num_rows,
-        /* Rows of layers that are not mutual see less; hidden keys add exact zeros. */
+        /* Rows of layers that are not mutual see fewer keys; hidden keys add exact zeros. */
         .reach = batch->reaches ? batch->reaches[row + num_rows - 1] : first + num_rows,
         .shared = shared,
     };
@@ -106,9 +106,9 @@ static int64_t line_up(builder *build) {
     return rows;
 }
 
-/* Return the part before which the task that starts at `first` stops: the first part that shares
- * nothing, or that does not fit. In the second case, stop in the last half of the task at the part
- * that shares least, because the next task loads the shared keys again. */
+/* Return the end of the task that starts at part `first`: the first part that shares no keys with
+ * the part before it, or that exceeds the rows of a task. In the second case, end the task in its
+ * last half, at the part that shares least, because the next task loads the shared keys again. */
 static int64_t find_stop(const builder *build, int64_t first, int64_t most_rows) {
     const ft_attend_part *parts = build->parts;
     int64_t stop = first + 1, rows = parts[first].num_rows;

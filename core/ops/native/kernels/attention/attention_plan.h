@@ -34,7 +34,7 @@ struct ft_attend_part {
 /* A step of the walk: a block and the parts that read it. */
 typedef struct {
     int64_t lo;          /* position of the block's first key */
-    int64_t count;       /* keys that some of their queries see; 0: the walk is over */
+    int64_t count;       /* keys that at least one query of the parts sees; 0: the walk is over */
     int64_t first, stop; /* parts [first, stop) of the task, which share the block */
 } ft_attend_step;
 

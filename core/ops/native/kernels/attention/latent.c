@@ -1,15 +1,15 @@
 /* Latent attention. The products with the matrices of all heads are one job. */
 #include "latent.h"
 
-/* The working memory of a call. Where the heads' matrices read or write rows,
- * these are [heads, rows]. */
+/* The working memory of a call. Rows that the matrices of single heads read or write are in the
+ * order [heads, rows]. */
 typedef struct {
     char *made;     /* [rows, q_width + key], the output of `first` */
     char *q;        /* [rows, q_width], after the norm */
-    char *queries;  /* [rows, num_heads * (nope + turned)]; unused without q_up */
+    char *queries;  /* [rows, num_heads * (nope + RoPE dimensions)]; unused without q_up */
     char *latent;   /* [rows, rank] */
-    char *one, *other; /* [rows, (num_heads + 1) * the widest row of a head], used in turn */
-    int64_t *firsts;   /* [num_heads + 1] */
+    char *one, *other; /* [rows, (num_heads + 1) * the widest row of a head], used alternately */
+    int64_t *firsts;   /* [num_heads + 1] index of each head's first row in `one` and `other` */
 } latent_space;
 
 /* Copy `count` pieces of `bytes` bytes in each row. Strides are in bytes: `from_row` and `to_row`
@@ -76,17 +76,17 @@ static int make_rows(const ft_latent *latent, const latent_space *space, const f
                      int64_t rows, int64_t made_row, int dtype) {
     const int64_t item = dtype == FT_BFLOAT16 ? 2 : 4, count = heads->num_heads;
     const int64_t nope = latent->keys[0]->in_features * item, rank = heads->rank * item;
-    const int64_t turned = ft_turned_dim(heads) * item, key = rank + turned;
+    const int64_t rope = ft_rope_dim(heads) * item, key = rank + rope;
     int64_t row = made_row, out_row = (count + 1) * key;
     const char *queries = make_queries(latent, space, rows, &row, dtype);
     if (!queries) return -1;
-    copy_columns((copy_job){queries, space->one, count, nope, row, nope + turned, nope, rows * nope},
+    copy_columns((copy_job){queries, space->one, count, nope, row, nope + rope, nope, rows * nope},
                  rows);
     if (ft_linear_many(latent->keys, space->firsts, count, space->one, dtype, space->other, dtype))
         return -1;
     copy_columns((copy_job){space->other, space->one, count, rank, rank, rows * rank, out_row, key},
                  rows);
-    copy_columns((copy_job){queries + nope, space->one + rank, count, turned, row, nope + turned,
+    copy_columns((copy_job){queries + nope, space->one + rank, count, rope, row, nope + rope,
                             out_row, key}, rows);
     const char *latents = space->made + latent->q_width * item;
     char *last = space->one + count * key;
@@ -94,7 +94,7 @@ static int make_rows(const ft_latent *latent, const latent_space *space, const f
     ft_norm_rows(space->latent, NULL, 1.0f, latent->kv_norm, space->latent, rows, heads->rank,
                  dtype);
     copy_columns((copy_job){space->latent, last, 1, rank, rank, 0, out_row, 0}, rows);
-    copy_columns((copy_job){latents + rank, last + rank, 1, turned, made_row, 0, out_row, 0}, rows);
+    copy_columns((copy_job){latents + rank, last + rank, 1, rope, made_row, 0, out_row, 0}, rows);
     return 0;
 }
 
@@ -115,7 +115,7 @@ static int make_values(const ft_latent *latent, const latent_space *space, const
 
 const char *ft_run_latent(const ft_latent *latent, const ft_linear_weight *first, const void *x,
                           const ft_part *part, const ft_attend_plan *plan, int64_t kv_layer,
-                          const ft_turn *turn, const ft_rule *rule) {
+                          const ft_rope *rope, const ft_rule *rule) {
     const ft_heads *heads = part->heads;
     const int64_t rows = part->batch->num_rows, item = heads->dtype == FT_BFLOAT16 ? 2 : 4;
     const int dtype = (int)heads->dtype;
@@ -128,7 +128,7 @@ const char *ft_run_latent(const ft_latent *latent, const ft_linear_weight *first
     ft_linear_ahead(latent->q_up);
     if (ft_linear(first, x, dtype, rows, space.made, dtype)) return NULL;
     if (make_rows(latent, &space, heads, rows, first->out_features * item, dtype)) return NULL;
-    ft_rope_rows(space.one, space.other, part->batch, part->kv, heads, kv_layer, turn);
+    ft_rope_rows(space.one, space.other, part->batch, part->kv, heads, kv_layer, rope);
     if (ft_attend(space.other, space.one, plan, part->batch, part->kv, heads, kv_layer, rule))
         return NULL;
     return make_values(latent, &space, heads, rows, dtype) ? NULL : space.other;

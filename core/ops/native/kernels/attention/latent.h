@@ -21,6 +21,6 @@ typedef struct {
  * memory of this thread that is valid until its next call, or NULL when there is no memory. */
 const char *ft_run_latent(const ft_latent *latent, const ft_linear_weight *first, const void *x,
                           const ft_part *part, const ft_attend_plan *plan, int64_t kv_layer,
-                          const ft_turn *turn, const ft_rule *rule);
+                          const ft_rope *rope, const ft_rule *rule);
 
 #endif

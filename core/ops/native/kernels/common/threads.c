@@ -62,7 +62,7 @@ enum {
     WINDOW = 100000000, /* nanoseconds of jobs that are judged together */
     LEAST_PATIENCE = 2,
     MOST_PATIENCE = 32,
-    MOST_DELAY = 250, /* thousandths of a core: an event loop delays two threads that much */
+    MOST_DELAY = 250, /* thousandths of a core: waiting that an event loop alone causes */
 };
 
 /* Whether the last of `threads` threads adds at least a sixth of the average rate of the others.
@@ -109,7 +109,7 @@ typedef struct {
 
 /* The arguments of a worker when it starts. */
 typedef struct {
-    uint64_t seen; /* number of the last job before it */
+    uint64_t seen; /* number of the last job before the worker started */
     int thread;    /* number of the worker; the caller's is 0 */
     _Atomic pid_t id; /* thread id, set by the worker once it runs */
 } start;
@@ -164,7 +164,7 @@ static void take_pieces(int thread) {
         take_range(&pool.ranges[(thread + i) % pool.num_ranges]);
 }
 
-/* Memory [at, end) that a worker has still to prefetch: a part of what was announced at `of`. */
+/* Memory [at, end) that a worker has still to prefetch: a part of the announced memory at `of`. */
 typedef struct {
     const char *of, *at, *end;
 } fetch;

@@ -58,7 +58,7 @@ typedef struct {
 FT_INLINE int64_t ft_value_dim(const ft_heads *heads) {
     return heads->rank ? heads->rank : heads->head_dim;
 }
-FT_INLINE int64_t ft_turned_dim(const ft_heads *heads) { return heads->head_dim - heads->rank; }
+FT_INLINE int64_t ft_rope_dim(const ft_heads *heads) { return heads->head_dim - heads->rank; }
 
 enum {
     FT_MAX_DIM = 576, /* most items of a head */
@@ -121,18 +121,18 @@ void ft_gate_rows(void *x, const void *gate, int64_t stride, int64_t rows, int64
 typedef struct {
     const float *norm; /* [num_heads + num_kv_heads, head_dim], or NULL */
     float eps;
-    int32_t is_whole;         /* whether the mean is over all query heads or all key heads */
-    int64_t q_table, k_table; /* index into the batch's tables of cos and sin */
+    int32_t over_all_heads;   /* whether one mean is over all query heads, one over all key heads */
+    int64_t q_table, k_table; /* index of the tables of cos and sin in the batch */
     int32_t writes;           /* whether rows have keys and values; else they have only queries */
-    int32_t is_behind;        /* whether the norm, of each head alone, follows the rotation */
-    int64_t gate;             /* items of a row after its values, which RoPE does not read */
-} ft_turn;
+    int32_t is_after_rope;    /* whether RoPE comes before the norm, which is then per head */
+    int64_t gate;             /* items of a row after its values, which these kernels do not read */
+} ft_rope;
 
 /* Norm and rotate queries and keys, write keys and values to the pool and queries to q.
  * qkv [num_rows, (num_heads + 2 * num_kv_heads) * head_dim + gate]; q [num_rows, num_heads *
  * head_dim]. With a rank qkv is [num_rows, (num_heads + 1) * head_dim], without a norm. */
 void ft_rope_rows(const void *qkv, void *q, const ft_batch *batch, const ft_kv *kv,
-                  const ft_heads *heads, int64_t layer, const ft_turn *turn);
+                  const ft_heads *heads, int64_t layer, const ft_rope *rope);
 
 /* The keys that a row sees, and how its scores change. */
 typedef struct {

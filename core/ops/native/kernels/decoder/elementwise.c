@@ -237,7 +237,7 @@ typedef struct {
     const ft_kv *kv;
     const ft_heads *heads;
     int64_t layer;
-    const ft_turn *turn;
+    const ft_rope *rope;
 } rope_job;
 
 FT_INLINE ft_vec add_squares(ft_vec squares, const char *x, int64_t width, int dtype) {
@@ -251,55 +251,55 @@ FT_INLINE ft_vec add_squares(ft_vec squares, const char *x, int64_t width, int d
 /* Sixteen items of each half of a head, rotated by RoPE (arXiv 2104.09864). */
 typedef struct {
     ft_vec first, second;
-} turned_pair;
+} rotated_pair;
 
-FT_INLINE turned_pair turn_items(ft_vec x, ft_vec y, const float *cos, const float *sin,
-                                 int64_t n) {
+FT_INLINE rotated_pair rotate_items(ft_vec x, ft_vec y, const float *cos, const float *sin,
+                                    int64_t n) {
     ft_vec c = v_load_n(cos, n), s = v_load_n(sin, n);
-    return (turned_pair){v_sub(v_mul(x, c), v_mul(y, s)), v_add(v_mul(y, c), v_mul(x, s))};
+    return (rotated_pair){v_sub(v_mul(x, c), v_mul(y, s)), v_add(v_mul(y, c), v_mul(x, s))};
 }
 
 /* Sum the squares of a rotated head in sixteen lanes. */
-FT_INLINE ft_vec turned_squares(const char *head, const float *cos, const float *sin, int64_t half,
-                                int dtype) {
+FT_INLINE ft_vec rotated_squares(const char *head, const float *cos, const float *sin, int64_t half,
+                                 int dtype) {
     ft_vec squares = v_set(0.0f);
     for (int64_t i = 0; i < half; i += FT_WIDTH) {
         int64_t n = half - i;
         ft_vec x = v_get(head, i, n, dtype), y = v_get(head, half + i, n, dtype);
-        turned_pair pair = turn_items(x, y, cos + i, sin + i, n);
+        rotated_pair pair = rotate_items(x, y, cos + i, sin + i, n);
         squares = v_fma(pair.first, pair.first, squares);
         squares = v_fma(pair.second, pair.second, squares);
     }
     return squares;
 }
 
-/* Norm and rotate head `index` of a row, in the order of the layer; scale it if it is a query.
- * `whole`: one over the RMS of all query heads, or all key heads, where the norm is over them. */
-FT_INLINE void turn_head(const rope_job *job, int64_t row, int64_t index, const char *head,
-                         float whole, int dtype, void *out, int out_dtype) {
-    const ft_turn *turn = job->turn;
+/* Norm and rotate head `index` of a row, or rotate and norm it; scale it if it is a query.
+ * `shared`: result of shared_inverse for all query heads, or for all key heads. */
+FT_INLINE void rotate_head(const rope_job *job, int64_t row, int64_t index, const char *head,
+                           float shared, int dtype, void *out, int out_dtype) {
+    const ft_rope *rope = job->rope;
     int64_t dim = job->heads->head_dim, half = dim / 2;
     int is_query = index < job->heads->num_heads;
-    int64_t at = ((is_query ? turn->q_table : turn->k_table) * job->batch->num_rows + row) * half;
+    int64_t at = ((is_query ? rope->q_table : rope->k_table) * job->batch->num_rows + row) * half;
     const float *cos = job->batch->cos + at, *sin = job->batch->sin + at;
-    const float *norm = turn->norm ? turn->norm + index * dim : NULL;
-    int is_behind = norm && turn->is_behind;
-    float inverse = whole;
-    if (is_behind)
-        inverse = inverse_rms(turned_squares(head, cos, sin, half, dtype), dim, turn->eps);
-    else if (norm && !turn->is_whole)
-        inverse = inverse_rms(add_squares(v_set(0.0f), head, dim, dtype), dim, turn->eps);
+    const float *norm = rope->norm ? rope->norm + index * dim : NULL;
+    int is_after_rope = norm && rope->is_after_rope;
+    float inverse = shared;
+    if (is_after_rope)
+        inverse = inverse_rms(rotated_squares(head, cos, sin, half, dtype), dim, rope->eps);
+    else if (norm && !rope->over_all_heads)
+        inverse = inverse_rms(add_squares(v_set(0.0f), head, dim, dtype), dim, rope->eps);
     ft_vec factor = v_set(inverse);
     ft_vec scales = v_set(is_query ? job->heads->scale : 1.0f);
     for (int64_t i = 0; i < half; i += FT_WIDTH) {
         int64_t n = half - i;
         ft_vec x = v_get(head, i, n, dtype), y = v_get(head, half + i, n, dtype);
-        if (norm && !is_behind) {
+        if (norm && !is_after_rope) {
             x = v_mul(v_mul(x, factor), v_load_n(norm + i, n));
             y = v_mul(v_mul(y, factor), v_load_n(norm + half + i, n));
         }
-        turned_pair pair = turn_items(x, y, cos + i, sin + i, n);
-        if (is_behind) {
+        rotated_pair pair = rotate_items(x, y, cos + i, sin + i, n);
+        if (is_after_rope) {
             pair.first = v_mul(v_mul(pair.first, factor), v_load_n(norm + i, n));
             pair.second = v_mul(v_mul(pair.second, factor), v_load_n(norm + half + i, n));
         }
@@ -310,17 +310,18 @@ FT_INLINE void turn_head(const rope_job *job, int64_t row, int64_t index, const 
 
 /* Rotate the items after `rank` of a query or a key of latent attention, and multiply all by
  * `scale`. */
-FT_INLINE void turn_latent(const rope_job *job, int64_t row, int64_t table, const char *head,
-                           float scale, int dtype, void *out) {
-    int64_t rank = job->heads->rank, half = ft_turned_dim(job->heads) / 2;
+FT_INLINE void rotate_latent(const rope_job *job, int64_t row, int64_t table, const char *head,
+                             float scale, int dtype, void *out) {
+    int64_t rank = job->heads->rank, half = ft_rope_dim(job->heads) / 2;
     int64_t at = (table * job->batch->num_rows + row) * half;
     ft_vec scales = v_set(scale);
     for (int64_t i = 0; i < rank; i += FT_WIDTH)
         v_put(out, i, v_mul(v_get(head, i, rank - i, dtype), scales), rank - i, dtype);
     for (int64_t i = 0; i < half; i += FT_WIDTH) {
         int64_t n = half - i, first = rank + i, second = rank + half + i;
-        turned_pair pair = turn_items(v_get(head, first, n, dtype), v_get(head, second, n, dtype),
-                                      job->batch->cos + at + i, job->batch->sin + at + i, n);
+        ft_vec x = v_get(head, first, n, dtype), y = v_get(head, second, n, dtype);
+        rotated_pair pair =
+            rotate_items(x, y, job->batch->cos + at + i, job->batch->sin + at + i, n);
         v_put(out, first, v_mul(pair.first, scales), n, dtype);
         v_put(out, second, v_mul(pair.second, scales), n, dtype);
     }
@@ -334,11 +335,11 @@ FT_INLINE void latent_row(const rope_job *job, int64_t row, int dtype) {
     const char *head = job->qkv + row * (heads->num_heads + 1) * bytes;
     char *q = job->q + row * heads->num_heads * bytes;
     for (int64_t i = 0; i < heads->num_heads; i++, head += bytes, q += bytes)
-        turn_latent(job, row, job->turn->q_table, head, heads->scale, dtype, q);
+        rotate_latent(job, row, job->rope->q_table, head, heads->scale, dtype, q);
     int64_t page = job->batch->slots[row] / kv->page_size;
     int64_t offset = job->batch->slots[row] % kv->page_size;
     char *keys = ft_page(kv, heads, page, job->layer, 0, 0);
-    turn_latent(job, row, job->turn->k_table, head, 1.0f, dtype, keys + offset * bytes);
+    rotate_latent(job, row, job->rope->k_table, head, 1.0f, dtype, keys + offset * bytes);
 }
 
 /* Copy a value, with the layer's norm of values if there is one. */
@@ -356,7 +357,7 @@ FT_INLINE void copy_value(const ft_heads *heads, const char *value, int dtype, v
 
 /* Write a key, which is head `index` of the row, and its value to the row's slot. */
 FT_INLINE void write_kv(const rope_job *job, int64_t row, int64_t index, const char *key,
-                        const char *value, float whole, int dtype) {
+                        const char *value, float shared, int dtype) {
     const ft_kv *kv = job->kv;
     const ft_heads *heads = job->heads;
     int64_t page = job->batch->slots[row] / kv->page_size, head = index - heads->num_heads;
@@ -365,37 +366,37 @@ FT_INLINE void write_kv(const rope_job *job, int64_t row, int64_t index, const c
     char *values = ft_page(kv, heads, page, job->layer, 1, head);
     if (ft_is_scaled(kv)) {
         float wide[FT_MAX_DIM];
-        turn_head(job, row, index, key, whole, dtype, wide, FT_FLOAT32);
+        rotate_head(job, row, index, key, shared, dtype, wide, FT_FLOAT32);
         ft_store_vector(kv, heads, keys, offset, wide);
         copy_value(heads, value, dtype, wide, FT_FLOAT32);
         ft_store_vector(kv, heads, values, offset, wide);
     } else {
-        turn_head(job, row, index, key, whole, dtype, keys + offset * bytes, dtype);
+        rotate_head(job, row, index, key, shared, dtype, keys + offset * bytes, dtype);
         copy_value(heads, value, dtype, values + offset * bytes, dtype);
     }
 }
 
-/* One over the RMS of `count` heads together; 1 where the norm is not over all heads. */
-FT_INLINE float whole_inverse(const rope_job *job, const char *heads, int64_t count, int dtype) {
-    if (!job->turn->norm || !job->turn->is_whole) return 1.0f;
+/* Return 1 / RMS of `count` heads together, or 1 if the norm is not over all heads. */
+FT_INLINE float shared_inverse(const rope_job *job, const char *heads, int64_t count, int dtype) {
+    if (!job->rope->norm || !job->rope->over_all_heads) return 1.0f;
     int64_t width = count * job->heads->head_dim;
-    return inverse_rms(add_squares(v_set(0.0f), heads, width, dtype), width, job->turn->eps);
+    return inverse_rms(add_squares(v_set(0.0f), heads, width, dtype), width, job->rope->eps);
 }
 
 FT_INLINE void rope_row(const rope_job *job, int64_t row, int dtype) {
     int64_t num_heads = job->heads->num_heads, num_kv_heads = job->heads->num_kv_heads;
     int64_t bytes = job->heads->head_dim * (dtype == FT_BFLOAT16 ? 2 : 4);
-    int64_t num_all = num_heads + (job->turn->writes ? 2 * num_kv_heads : 0);
-    int64_t gate_bytes = job->turn->gate * (dtype == FT_BFLOAT16 ? 2 : 4);
+    int64_t num_all = num_heads + (job->rope->writes ? 2 * num_kv_heads : 0);
+    int64_t gate_bytes = job->rope->gate * (dtype == FT_BFLOAT16 ? 2 : 4);
     const char *head = job->qkv + row * (num_all * bytes + gate_bytes);
     char *q = job->q + row * num_heads * bytes;
-    float whole = whole_inverse(job, head, num_heads, dtype);
+    float shared = shared_inverse(job, head, num_heads, dtype);
     for (int64_t i = 0; i < num_heads; i++, head += bytes)
-        turn_head(job, row, i, head, whole, dtype, q + i * bytes, dtype);
-    if (!job->turn->writes) return;
-    whole = whole_inverse(job, head, num_kv_heads, dtype);
+        rotate_head(job, row, i, head, shared, dtype, q + i * bytes, dtype);
+    if (!job->rope->writes) return;
+    shared = shared_inverse(job, head, num_kv_heads, dtype);
     for (int64_t i = 0; i < num_kv_heads; i++, head += bytes)
-        write_kv(job, row, num_heads + i, head, head + num_kv_heads * bytes, whole, dtype);
+        write_kv(job, row, num_heads + i, head, head + num_kv_heads * bytes, shared, dtype);
 }
 
 static void rope_piece(void *context, int64_t begin, int64_t end) {
@@ -412,8 +413,8 @@ static void rope_piece(void *context, int64_t begin, int64_t end) {
 }
 
 void ft_rope_rows(const void *qkv, void *q, const ft_batch *batch, const ft_kv *kv,
-                  const ft_heads *heads, int64_t layer, const ft_turn *turn) {
-    rope_job job = {qkv, q, batch, kv, heads, layer, turn};
+                  const ft_heads *heads, int64_t layer, const ft_rope *rope) {
+    rope_job job = {qkv, q, batch, kv, heads, layer, rope};
     int64_t width = (heads->num_heads + 2 * heads->num_kv_heads) * heads->head_dim;
     ft_parallel(rope_piece, &job, batch->num_rows, rows_per_piece(width));
 }
@@ -437,8 +438,8 @@ FT_EXPORT void ft_gate(void *x, const void *gate, int64_t rows, int64_t width, i
 }
 
 FT_EXPORT void ft_rope_write(const void *qkv, void *q, const ft_batch *batch, const ft_kv *kv,
-                             const ft_heads *heads, int64_t layer, const ft_turn *turn) {
-    ft_rope_rows(qkv, q, batch, kv, heads, layer, turn);
+                             const ft_heads *heads, int64_t layer, const ft_rope *rope) {
+    ft_rope_rows(qkv, q, batch, kv, heads, layer, rope);
 }
 
 /* Copy rows `ids` [rows] of a table, whose rows are `bytes` long, to `out`; an id below 0 copies

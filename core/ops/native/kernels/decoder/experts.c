@@ -4,7 +4,7 @@
 #include "common/vector.h"
 
 enum { PIECE = 64 };      /* rows of a routing task */
-enum { ELSEWHERE = -1 };  /* place of a row whose expert is on another rank */
+enum { ON_OTHER_RANK = -1 }; /* index of a row whose expert is on another rank */
 
 /* -- routing ---------------------------------------------------------------------------------- */
 
@@ -34,7 +34,7 @@ static void softmax(const float *logits, float *out, int64_t count) {
 }
 
 /* Index of the greatest of `count` values that is not taken, the first of equal ones. If the first
- * one not taken is NaN, that one. */
+ * value that is not taken is NaN, its index. */
 static int64_t best_of(const float *values, const uint8_t *taken, int64_t count) {
     int64_t best = -1;
     for (int64_t i = 0; i < count; i++)
@@ -42,7 +42,7 @@ static int64_t best_of(const float *values, const uint8_t *taken, int64_t count)
     return best;
 }
 
-/* Mark all experts of groups that are not kept as taken, so that none of them is chosen. */
+/* Mark the experts of all groups but the best as taken, so that none of them is chosen. */
 static void leave_groups(const ft_routing *routing, const float *choice, uint8_t *taken) {
     float judged[FT_MAX_EXPERTS];
     uint8_t kept[FT_MAX_EXPERTS] = {0};
@@ -103,7 +103,7 @@ typedef struct {
     float *logits, *weights, *gate;
     int32_t *chosen;
     int64_t *firsts;    /* [num_experts + 1] where each expert's rows begin */
-    int64_t *places;    /* [rows, top_k] index in x and y of each row and expert */
+    int64_t *indices;    /* [rows, top_k] index in x and y of each row and expert */
     char *x, *y;        /* [rows * top_k, hidden], sorted by expert */
     char *wide, *narrow; /* sorted by expert: inputs and outputs of the activation */
     char *shared;       /* [rows, hidden] */
@@ -128,26 +128,26 @@ static void sort_rows(const experts_job *job) {
     for (int64_t i = 0; i < count; i++) firsts[chosen[i] + 1] += here[chosen[i]] != NULL;
     for (int64_t i = 0; i < routing->num_experts; i++) firsts[i + 1] += firsts[i];
     for (int64_t i = 0; i < count; i++)
-        space->places[i] = here[chosen[i]] ? firsts[chosen[i]]++ : ELSEWHERE;
+        space->indices[i] = here[chosen[i]] ? firsts[chosen[i]]++ : ON_OTHER_RANK;
     for (int64_t i = routing->num_experts; i > 0; i--) firsts[i] = firsts[i - 1];
     firsts[0] = 0;
 }
 
-/* Copy each row to the places of its experts. */
+/* Copy each row to the memory of each of its experts. */
 static void scatter_piece(void *context, int64_t begin, int64_t end) {
     const experts_job *job = context;
     int64_t top_k = job->experts->routing.top_k;
     int64_t bytes = job->hidden * (job->dtype == FT_BFLOAT16 ? 2 : 4);
     for (int64_t i = begin * top_k; i < end * top_k; i++)
-        if (job->space.places[i] != ELSEWHERE)
-            memcpy(job->space.x + job->space.places[i] * bytes, job->x + i / top_k * bytes,
+        if (job->space.indices[i] != ON_OTHER_RANK)
+            memcpy(job->space.x + job->space.indices[i] * bytes, job->x + i / top_k * bytes,
                    (size_t)bytes);
 }
 
 FT_INLINE void add_up_row(const experts_job *job, int64_t row, int dtype) {
     const experts_space *space = &job->space;
     int64_t top_k = job->experts->routing.top_k, width = job->hidden;
-    const int64_t *places = space->places + row * top_k;
+    const int64_t *indices = space->indices + row * top_k;
     const float *weights = space->weights + row * top_k;
     int64_t bytes = width * (dtype == FT_BFLOAT16 ? 2 : 4);
     int has_shared = job->experts->shared.first != NULL;
@@ -155,8 +155,8 @@ FT_INLINE void add_up_row(const experts_job *job, int64_t row, int dtype) {
     for (int64_t i = 0; i < width; i += FT_WIDTH) {
         ft_vec sum = v_set(0.0f);
         for (int64_t k = 0; k < top_k; k++) {
-            if (places[k] == ELSEWHERE) continue;
-            ft_vec value = v_get(space->y + places[k] * bytes, i, width - i, dtype);
+            if (indices[k] == ON_OTHER_RANK) continue;
+            ft_vec value = v_get(space->y + indices[k] * bytes, i, width - i, dtype);
             sum = v_add(sum, v_mul(value, v_set(weights[k])));
         }
         if (has_shared) {
@@ -185,7 +185,7 @@ static void *take(char **memory, int64_t bytes) {
 }
 
 /* Number of the first expert on this rank; all experts have the same shapes. */
-static int64_t one_here(const ft_experts *experts) {
+static int64_t first_local(const ft_experts *experts) {
     int64_t number = 0;
     while (!experts->first[number]) number++;
     return number;
@@ -196,7 +196,7 @@ static int64_t lay_out(const ft_experts *experts, int64_t rows, int64_t hidden, 
                        char *memory, experts_space *space) {
     const ft_routing *routing = &experts->routing;
     const ft_mlp *shared = &experts->shared;
-    int64_t one = one_here(experts), pairs = rows * routing->top_k;
+    int64_t one = first_local(experts), pairs = rows * routing->top_k;
     int64_t wide = experts->first[one]->out_features;
     int64_t narrow = experts->second[one]->in_features, wider = pairs * wide, narrower = pairs * narrow;
     if (shared->first) {
@@ -209,7 +209,7 @@ static int64_t lay_out(const ft_experts *experts, int64_t rows, int64_t hidden, 
     space->gate = take(&at, rows * 4);
     space->chosen = take(&at, pairs * 4);
     space->firsts = take(&at, (routing->num_experts + 1) * 8);
-    space->places = take(&at, pairs * 8);
+    space->indices = take(&at, pairs * 8);
     space->x = take(&at, pairs * hidden * item);
     space->y = take(&at, pairs * hidden * item);
     space->wide = take(&at, wider * item);
@@ -243,7 +243,8 @@ static int run_chosen(experts_job *job) {
     ft_parallel(scatter_piece, job, job->rows, PIECE);
     if (ft_linear_many(experts->first, space->firsts, count, space->x, dtype, space->wide, dtype))
         return -1;
-    ft_activate_rows(space->wide, space->narrow, pairs, experts->second[one_here(experts)]->in_features,
+    ft_activate_rows(space->wide, space->narrow, pairs,
+                     experts->second[first_local(experts)]->in_features,
                      &experts->activation, dtype);
     return ft_linear_many(experts->second, space->firsts, count, space->narrow, dtype, space->y,
                           dtype);

@@ -11,13 +11,14 @@
 /* -- Gemma 4's parts: see core/ops/gemma4.py
  * ---------------------------------------------------- */
 
-/* Experts beside the MLP, which read the residual stream through their own norms. */
+/* Experts of a layer that also has an MLP: they read the residual stream through their own norms,
+ * and their output is added to the MLP's. */
 typedef struct {
     const ft_experts *experts; /* NULL: no experts */
     const ft_norm *norm, *router_norm, *out_norm, *mlp_out_norm;
-} ft_beside;
+} ft_parallel_experts;
 
-/* The block after a layer's MLP that reads the layer's input for each token. */
+/* The block after a layer's MLP, which reads the layer's own input vector of each token. */
 typedef struct {
     const ft_linear_weight *gate, *out; /* NULL: no token inputs */
     const ft_norm *out_norm;
@@ -27,7 +28,7 @@ typedef struct {
 /* Parts of a layer that Llama does not have. */
 typedef struct {
     const ft_norm *out_norm; /* norm of MLP + experts, in place of the layer's mlp_out_norm */
-    ft_beside beside;
+    ft_parallel_experts experts;
     ft_token_input token_input;
 } ft_extras;
 
@@ -46,10 +47,10 @@ typedef struct {
 
 /* Attention over the pages: over keys and values, or over latents. */
 typedef struct {
-    ft_turn turn;
+    ft_rope rope;
     ft_rule rule;
     int64_t part, kv_layer;  /* part of the pool, and layer in it, of keys and values */
-    const ft_latent *latent; /* parts of latent attention, or NULL */
+    const ft_latent *latent; /* weights of latent attention, or NULL */
 } ft_attention;
 
 /* A mixer of the rows of a sequence. `first` computes its input, like QKV, and `second` reads its
@@ -57,7 +58,7 @@ typedef struct {
 typedef struct {
     const ft_linear_weight *first, *second; /* NULL: no mixer */
     const ft_attention *attention;
-    const ft_linear_weight *gates; /* makes the gates of the recurrence, or NULL */
+    const ft_linear_weight *gates; /* computes the gates of the recurrence; or NULL */
     const ft_recurrence *recurrence;
     const ft_conv *conv;
 } ft_mixer;
@@ -65,14 +66,15 @@ typedef struct {
 /* A norm that a layer does not have is NULL. A mixer or an MLP without a norm before it reads
  * the residual stream itself. `gate_up` and `experts` are NULL without an MLP. */
 typedef struct {
-    ft_mixer mixer, beside; /* both have the same input, and their outputs are summed */
+    ft_mixer mixer, second_mixer; /* both have the same input; their outputs are summed */
     const ft_linear_weight *gate_up, *down;
     const ft_norm *mixer_norm, *mixer_out_norm, *mlp_norm, *mlp_out_norm;
     ft_activation activation;
-    int64_t is_parallel;       /* whether the MLP reads what attention reads */
+    int64_t is_parallel;       /* whether the MLP has the mixer's input */
     const ft_experts *experts; /* replaces gate_up and down; or NULL */
     const ft_extras *extras;   /* NULL: no extras */
-    float mixer_factor, mlp_factor; /* factors of the residual stream after each */
+    /* These multiply the residual stream after the mixer and after the MLP. */
+    float mixer_factor, mlp_factor;
 } ft_layer;
 
 typedef struct {
@@ -82,9 +84,10 @@ typedef struct {
     const ft_linear_weight *packed_embedding;
     float embedding_factor;
     const ft_norm *final_norm;
-    int64_t norms_stream; /* whether outputs are added to the output of the norm before them */
+    int64_t norms_stream; /* whether the output of each norm replaces the residual stream */
     int64_t hidden, width; /* items of a row of the residual stream, and of the widest MLP */
-    /* Items that recurrent layers and gates need in a row of step_space: wide, beside, narrow. */
+    /* Items that recurrent layers and gates need in a row of `wide`, `gates`, `narrow`
+     * (step_space). */
     int64_t mixed, gates, read;
     ft_token_inputs token_inputs;
     const ft_linear_weight *head; /* the output layer */
@@ -93,10 +96,12 @@ typedef struct {
 FT_EXPORT void ft_embedding(const int64_t *ids, const void *table, void *out, int64_t rows,
                             int64_t bytes);
 
-/* The updates of one adapter for the linears of all layers, and the rows that get them. */
-enum { NUM_PLACES = 4 }; /* the mixer's first and second, gate_up, down */
+/* Linears of a layer that adapters may change: the mixer's first and second, gate_up, down. */
+enum { NUM_ADAPTABLE = 4 };
+
+/* The updates of one adapter for the linears of all layers, and the rows that it changes. */
 typedef struct {
-    const ft_lora *const *updates; /* [num_layers, NUM_PLACES]; NULL: no update */
+    const ft_lora *const *updates; /* [num_layers, NUM_ADAPTABLE]; NULL: no update */
     const int64_t *rows;           /* [num_rows] */
     int64_t num_rows;
 } ft_adapted;
@@ -106,8 +111,8 @@ typedef struct {
     char *x, *residual;
     char *wide;         /* QKV, then attention's output, then MLP gate and up; or recurrent input */
     char *narrow;       /* queries, then the activation's output; or recurrent output */
-    char *beside;       /* fp32 gates of a recurrent layer, or the output of gated attention */
-    char *added;        /* output of a parallel block, of a mixer beside attention, or of experts */
+    char *gates;        /* fp32 gates of a recurrent layer, or the output of gated attention */
+    char *added;        /* output of a parallel block, of a second mixer, or of experts */
     char *inputs;       /* token inputs of all layers */
 } step_space;
 
@@ -131,19 +136,19 @@ static int find_space(const ft_decoder *decoder, const ft_part *parts, int64_t n
     int64_t hidden = round_up(rows * decoder->hidden * item);
     int64_t wide = round_up(rows * most_qkv * item), inputs = round_up(rows * all_inputs * item);
     int64_t narrow = round_up(rows * ft_max(ft_max(most_queries, width), decoder->read) * item);
-    int64_t beside = decoder->mixed ? round_up(rows * ft_max(most_queries, decoder->gates) * 4) : 0;
-    size_t bytes = (size_t)(3 * hidden + wide + narrow + beside + inputs);
+    int64_t gates = decoder->mixed ? round_up(rows * ft_max(most_queries, decoder->gates) * 4) : 0;
+    size_t bytes = (size_t)(3 * hidden + wide + narrow + gates + inputs);
     char *memory = ft_scratch(FT_SCRATCH_STEP, bytes);
     if (!memory) return -1;
-    char *behind = memory + 3 * hidden;
+    char *wide_at = memory + 3 * hidden;
     *space = (step_space){
         .x = memory,
         .residual = memory + hidden,
-        .wide = behind,
-        .narrow = behind + wide,
-        .beside = behind + wide + narrow,
+        .wide = wide_at,
+        .narrow = wide_at + wide,
+        .gates = wide_at + wide + narrow,
         .added = memory + 2 * hidden,
-        .inputs = behind + wide + narrow + beside,
+        .inputs = wide_at + wide + narrow + gates,
     };
     return 0;
 }
@@ -159,36 +164,36 @@ typedef struct {
     const ft_adapted *adapted; /* [num_adapted]; no row is in two of them */
     int64_t num_adapted;
     const int64_t *ids; /* [rows] */
-    int64_t num_behind; /* number of first layers after which image rows are added */
-    const char *behind; /* [num_behind, rows, hidden] the image rows to add */
+    int64_t num_vectors; /* number of first layers after which vectors are added */
+    const char *layer_vectors; /* [num_vectors, rows, hidden] added to rows whose id is below 0 */
 } step_job;
 
-/* Add the updates of adapters to y, the output of the linear at `place` for x. Returns -1 when
- * there is no memory. */
-static int adapt(const step_job *step, int64_t place, const char *x, char *y) {
+/* Add the updates of adapters to y, the output of a linear for x. `index`: index of the linear in
+ * `updates`. Returns -1 when there is no memory. */
+static int adapt(const step_job *step, int64_t index, const char *x, char *y) {
     ft_lora_rows *found =
         ft_scratch(FT_SCRATCH_UPDATES, (size_t)step->num_adapted * sizeof *found);
     if (!found) return -1;
     int64_t count = 0;
     for (int64_t i = 0; i < step->num_adapted; i++) {
         const ft_adapted *each = &step->adapted[i];
-        if (each->updates[place])
-            found[count++] = (ft_lora_rows){each->updates[place], each->rows, each->num_rows};
+        if (each->updates[index])
+            found[count++] = (ft_lora_rows){each->updates[index], each->rows, each->num_rows};
     }
     return ft_add_lora(found, count, x, y, step->dtype);
 }
 
-/* Compute a linear of a layer from x to y, with the updates of adapters. Returns -1 when there is
- * no memory. */
+/* Compute a linear of layer `index` from x to y, with the updates of adapters. Returns -1 when
+ * there is no memory. */
 static int run_linear(const step_job *step, int64_t index, const ft_linear_weight *weight,
                       const char *x, char *y) {
     if (ft_linear(weight, x, step->dtype, step->rows, y, step->dtype)) return -1;
     if (!step->num_adapted) return 0;
     const ft_layer *layer = &step->decoder->layers[index];
-    const ft_linear_weight *places[] = {layer->mixer.first, layer->mixer.second, layer->gate_up,
-                                        layer->down};
-    for (int64_t place = 0; place < NUM_PLACES; place++)
-        if (places[place] == weight) return adapt(step, index * NUM_PLACES + place, x, y);
+    const ft_linear_weight *adaptable[] = {layer->mixer.first, layer->mixer.second, layer->gate_up,
+                                           layer->down};
+    for (int64_t i = 0; i < NUM_ADAPTABLE; i++)
+        if (adaptable[i] == weight) return adapt(step, index * NUM_ADAPTABLE + i, x, y);
     return 0;
 }
 
@@ -211,8 +216,8 @@ static const char *add(const step_job *step, const char *x, float factor, const 
     return out;
 }
 
-/* Continue the residual stream from x, the output of its norm, in decoders whose layers do so. */
-static void restart(const step_job *step, const char *x) {
+/* Replace the residual stream with x, the output of its norm, if the decoder `norms_stream`. */
+static void norm_stream(const step_job *step, const char *x) {
     char *residual = step->space.residual;
     int64_t bytes = step->decoder->hidden * (step->dtype == FT_BFLOAT16 ? 2 : 4);
     if (step->decoder->norms_stream) memcpy(residual, x, (size_t)(step->rows * bytes));
@@ -229,13 +234,13 @@ static const char *run_attention(const step_job *step, int64_t index, const ft_m
     int dtype = step->dtype;
     if (attention->latent)
         return ft_run_latent(attention->latent, mixer->first, x, part, plan, attention->kv_layer,
-                             &attention->turn, &attention->rule);
-    int64_t width = attention->turn.gate, stride = mixer->first->out_features;
-    char *attended = width ? space->beside : space->wide;
+                             &attention->rope, &attention->rule);
+    int64_t width = attention->rope.gate, stride = mixer->first->out_features;
+    char *attended = width ? space->gates : space->wide;
     ft_linear_ahead(mixer->second);
     if (run_linear(step, index, mixer->first, x, space->wide)) return NULL;
     ft_rope_rows(space->wide, space->narrow, part->batch, part->kv, part->heads,
-                 attention->kv_layer, &attention->turn);
+                 attention->kv_layer, &attention->rope);
     if (ft_attend(space->narrow, attended, plan, part->batch, part->kv, part->heads,
                   attention->kv_layer, &attention->rule))
         return NULL;
@@ -249,7 +254,7 @@ static const char *run_recurrent(const step_job *step, int64_t index, const ft_m
                                  const char *x) {
     const step_space *space = &step->space;
     int dtype = step->dtype;
-    float *gates = (float *)space->beside;
+    float *gates = (float *)space->gates;
     ft_linear_ahead(mixer->gates);
     if (run_linear(step, index, mixer->first, x, space->wide)) return NULL;
     ft_linear_ahead(mixer->second);
@@ -286,12 +291,12 @@ static int run_mixer(const step_job *step, int64_t index, const ft_mixer *mixer,
 /* Write the sum of the outputs of a layer's mixers, after its norm, to `out`, which may be x. */
 static int run_mixers(const step_job *step, int64_t index, const char *x, char *out) {
     const ft_layer *layer = &step->decoder->layers[index];
-    char *added = step->space.added; /* free, as a layer with `beside` is not parallel */
-    int has_beside = layer->beside.first != NULL;
-    if (has_beside && run_mixer(step, index, &layer->beside, layer->mixer.first, x, added))
+    char *added = step->space.added; /* free: a layer with two mixers is not parallel */
+    int has_second = layer->second_mixer.first != NULL;
+    if (has_second && run_mixer(step, index, &layer->second_mixer, layer->mixer.first, x, added))
         return -1;
     if (run_mixer(step, index, &layer->mixer, layer->gate_up, x, out)) return -1;
-    if (has_beside)
+    if (has_second)
         ft_add_rows(added, out, 1.0f, step->rows, step->decoder->hidden, step->dtype);
     norm_rows(step, out, layer->mixer_out_norm, out);
     return 0;
@@ -319,21 +324,21 @@ static int run_mlp(const step_job *step, int64_t index, const char *x, char *out
 /* -- Gemma 4's parts
  * ---------------------------------------------------------------------------- */
 
-/* Add the output of experts beside the MLP to `out`, the output of the MLP. */
-static int add_experts(const step_job *step, const ft_beside *beside, char *out) {
+/* Add the output of the experts to `out`, the output of the MLP. */
+static int add_experts(const step_job *step, const ft_parallel_experts *parallel, char *out) {
     const step_space *space = &step->space;
-    norm_rows(step, out, beside->mlp_out_norm, out);
-    norm_rows(step, space->residual, beside->norm, space->added);
-    norm_rows(step, space->residual, beside->router_norm, space->wide);
-    if (ft_run_experts(beside->experts, space->wide, space->added, space->added, step->rows,
+    norm_rows(step, out, parallel->mlp_out_norm, out);
+    norm_rows(step, space->residual, parallel->norm, space->added);
+    norm_rows(step, space->residual, parallel->router_norm, space->wide);
+    if (ft_run_experts(parallel->experts, space->wide, space->added, space->added, step->rows,
                        step->dtype))
         return -1;
-    norm_rows(step, space->added, beside->out_norm, space->added);
+    norm_rows(step, space->added, parallel->out_norm, space->added);
     ft_add_rows(space->added, out, 1.0f, step->rows, step->decoder->hidden, step->dtype);
     return 0;
 }
 
-/* Compute the token inputs of all layers, with the embedding from the residual stream. */
+/* Compute the token inputs of all layers. The residual stream must hold the embeddings. */
 static int make_inputs(const step_job *step, const int64_t *ids) {
     const ft_token_inputs *inputs = &step->decoder->token_inputs;
     const step_space *space = &step->space;
@@ -368,12 +373,12 @@ static int run_input(const step_job *step, int64_t index, char *out) {
     return 0;
 }
 
-/* Turn the MLP's output in `out` into the last addition to the residual stream: add the experts,
- * and if the layer has token inputs, add that sum to the stream and compute the token input
- * block. */
+/* Replace the MLP's output in `out` with the layer's last addition to the residual stream: the sum
+ * of MLP and experts. If the layer has token inputs, that sum is added to the stream here, and
+ * `out` is the output of the token input block. */
 static int add_extras(const step_job *step, int64_t index, char *out) {
     const ft_extras *extras = step->decoder->layers[index].extras;
-    if (extras->beside.experts && add_experts(step, &extras->beside, out)) return -1;
+    if (extras->experts.experts && add_experts(step, &extras->experts, out)) return -1;
     norm_rows(step, out, extras->out_norm, out);
     if (!extras->token_input.gate) return 0;
     add(step, out, 1.0f, NULL, NULL);
@@ -383,16 +388,16 @@ static int add_extras(const step_job *step, int64_t index, char *out) {
 /* -- the layers
  * ---------------------------------------------------------------------------------- */
 
-/* Add the image rows for this layer to `added`, in rows whose id is below 0. */
-static void add_behind(const step_job *step, int64_t index, char *added) {
-    if (index >= step->num_behind) return;
+/* Add the layer's vectors to `added`, in rows whose token id is below 0. */
+static void add_layer_vectors(const step_job *step, int64_t index, char *added) {
+    if (index >= step->num_vectors) return;
     int64_t hidden = step->decoder->hidden, row_bytes = hidden * (step->dtype == FT_BFLOAT16 ? 2 : 4);
-    const char *behind = step->behind + index * step->rows * row_bytes;
+    const char *vectors = step->layer_vectors + index * step->rows * row_bytes;
     for (int64_t row = 0, stop; row < step->rows; row = stop) {
         for (stop = row; stop < step->rows && step->ids[stop] < 0; stop++) continue;
         if (stop > row)
-            ft_add_rows(behind + row * row_bytes, added + row * row_bytes, 1.0f, stop - row, hidden,
-                        step->dtype);
+            ft_add_rows(vectors + row * row_bytes, added + row * row_bytes, 1.0f, stop - row,
+                        hidden, step->dtype);
         else
             stop = row + 1;
     }
@@ -409,16 +414,16 @@ static const char *run_layer(const step_job *step, int64_t index, const char *x,
     if (layer->mixer.first) {
         if (run_mixers(step, index, x, added)) return NULL;
         if (!layer->gate_up && !layer->experts) {
-            add_behind(step, index, added);
+            add_layer_vectors(step, index, added);
             return add(step, added, layer->mlp_factor, next_norm, out);
         }
         next = add(step, added, layer->mixer_factor, layer->is_parallel ? NULL : layer->mlp_norm,
                    step->space.x);
-        restart(step, next);
+        norm_stream(step, next);
     }
     if (run_mlp(step, index, layer->is_parallel ? x : next, added)) return NULL;
     if (layer->extras && add_extras(step, index, added)) return NULL;
-    add_behind(step, index, added);
+    add_layer_vectors(step, index, added);
     return add(step, added, layer->mlp_factor, next_norm, out);
 }
 
@@ -429,7 +434,7 @@ typedef struct {
     char *out;
 } ft_taps;
 
-/* Copy the residual stream to every place of `boundary` in `taps`. */
+/* Copy the residual stream to `taps` if it has `boundary`. */
 static void tap(const ft_taps *taps, int64_t boundary, const char *residual, int64_t rows,
                 int64_t row_bytes) {
     for (int64_t index = 0; index < taps->count; index++) {
@@ -469,13 +474,13 @@ static int make_logits(const step_job *step, const char *hidden, int64_t row_byt
 }
 
 /* Run all layers on token ids [num_rows]: write KV to the pool, and the final norm's output to
- * `out` [num_rows, hidden]. `given`: see `embed`; NULL if no id is below 0. `behind` [num_behind,
- * num_rows, hidden]: see `add_behind`. `adapted`: updates of adapters, with their rows. `tapped`
- * [num_rows, num_taps, hidden] gets the residual stream at the boundaries `tapped_at`: boundary 0
- * is the embedding, boundary b follows b layers. `logits` [num_logits, vocab]: see `make_logits`.
- * Returns 0, or -1 when there is no memory. */
+ * `out` [num_rows, hidden]. `given`: see `embed`; NULL if no id is below 0. `layer_vectors`
+ * [num_vectors, num_rows, hidden]: see `add_layer_vectors`. `adapted`: updates of adapters, with
+ * their rows. `tapped` [num_rows, num_taps, hidden] gets the residual stream at the boundaries
+ * `tapped_at`: boundary 0 is the embedding, boundary b follows b layers. `logits` [num_logits,
+ * vocab]: see `make_logits`. Returns 0, or -1 when there is no memory. */
 FT_EXPORT int ft_forward(const ft_decoder *decoder, const int64_t *ids, const void *given,
-                         int64_t num_behind, const void *behind, const ft_part *parts,
+                         int64_t num_vectors, const void *layer_vectors, const ft_part *parts,
                          int64_t num_parts, const ft_adapted *adapted, int64_t num_adapted,
                          void *out, int64_t num_taps, const int64_t *tapped_at, void *tapped,
                          const int64_t *logit_rows, int64_t num_logits, float *logits) {
@@ -483,8 +488,8 @@ FT_EXPORT int ft_forward(const ft_decoder *decoder, const int64_t *ids, const vo
     int64_t last = decoder->num_layers - 1;
     step_job step = {decoder, parts, plans, .rows = parts->batch->num_rows,
                      .dtype = (int)parts->heads->dtype, .adapted = adapted,
-                     .num_adapted = num_adapted, .ids = ids, .num_behind = num_behind,
-                     .behind = behind};
+                     .num_adapted = num_adapted, .ids = ids, .num_vectors = num_vectors,
+                     .layer_vectors = layer_vectors};
     const step_space *space = &step.space;
     if (find_space(decoder, parts, num_parts, &step.space)) return -1;
     if (ft_plan_attention(parts, num_parts, plans)) return -1;
@@ -496,14 +501,14 @@ FT_EXPORT int ft_forward(const ft_decoder *decoder, const int64_t *ids, const vo
     const ft_norm *first = decoder->layers[0].mixer_norm;
     norm_rows(&step, space->residual, first, space->x);
     const char *x = first ? space->x : space->residual;
-    restart(&step, x);
+    norm_stream(&step, x);
     for (int64_t index = 0; index <= last; index++) {
         const ft_norm *norm =
             index < last ? decoder->layers[index + 1].mixer_norm : decoder->final_norm;
         x = run_layer(&step, index, x, norm, index < last ? space->x : out);
         if (!x) return -1;
         tap(&taps, index + 1, space->residual, step.rows, row_bytes);
-        restart(&step, x);
+        norm_stream(&step, x);
     }
     return make_logits(&step, out, row_bytes, logit_rows, num_logits, logits);
 }
@@ -523,7 +528,7 @@ typedef struct {
  * the pages, then the tail slots. */
 enum { ROW_TOKEN, ROW_POSITION, ROW_PAGES, ROW_TAIL, ROW_HEAD };
 
-/* Memory of a pass, taken in pieces; with `memory` NULL, pieces are only counted. */
+/* Memory of a pass, taken in pieces; with `memory` NULL, `take` only adds up their sizes. */
 typedef struct {
     char *memory;
     size_t used;
@@ -537,7 +542,7 @@ static void *take(pieces *from, int64_t bytes) {
 
 typedef struct {
     int64_t *ids, *starts, *lens, *first_rows, *pages, *tail_from, *first_tails, *slots;
-    float *turns[FT_MAX_PARTS];
+    float *cos_sin[FT_MAX_PARTS];
     char *hidden;
     float *logits;
 } pass_space;
@@ -550,7 +555,7 @@ static pass_space lay_out_rows(pieces *from, const ft_row_part *parts, int64_t n
     for (size_t i = 0; i < sizeof columns / sizeof *columns; i++) *columns[i] = take(from, rows * 8);
     space.pages = take(from, rows * max_pages * 8);
     for (int64_t i = 0; i < num_parts; i++)
-        space.turns[i] = take(from, parts[i].num_tables * rows * parts[i].heads->head_dim * 4);
+        space.cos_sin[i] = take(from, parts[i].num_tables * rows * parts[i].heads->head_dim * 4);
     space.hidden = take(from, rows * hidden * 4);
     space.logits = take(from, rows * vocab * 4);
     return space;
@@ -578,8 +583,8 @@ static void read_rows(const int64_t *layout, int64_t rows, int64_t max_pages, in
 }
 
 /* Copy the rows' cos from each table, then their sin from each, to `out`. */
-static void read_turns(const ft_row_part *part, const pass_space *space, int64_t rows, float *out) {
-    const int64_t width = ft_turned_dim(part->heads) / 2;
+static void read_rope(const ft_row_part *part, const pass_space *space, int64_t rows, float *out) {
+    const int64_t width = ft_rope_dim(part->heads) / 2;
     for (int64_t table = 0; table < 2 * part->num_tables; table++)
         for (int64_t row = 0; row < rows; row++, out += width)
             memcpy(out, part->tables[table] + space->starts[row] * width, (size_t)width * 4);
@@ -592,9 +597,9 @@ static void cap_logits(void *context, int64_t begin, int64_t end) {
         v_store(job[0] + at, v_mul(v_tanh(v_div(v_load(job[0] + at), cap)), cap));
 }
 
-/* Run one pass over a row of each request: write its KV to the pool and find the `num_best` best
- * next tokens, as in ft_best. `max_pages`: most pages of a row. `cap`: bound of the logits, cap *
- * tanh(x / cap); 0: no bound. Returns 0, or -1 when there is no memory. */
+/* Run one pass over one row per request: write the row's KV to the pool and find the `num_best`
+ * best next tokens, as ft_best does. `max_pages`: greatest number of pages of a row. `cap`: logits
+ * become cap * tanh(logits / cap); 0: they stay. Returns 0, or -1 when there is no memory. */
 FT_EXPORT int ft_row_pass(const ft_decoder *decoder, float cap, const ft_row_part *parts,
                           int64_t num_parts, const int64_t *layout, int64_t max_pages,
                           const int64_t *hashes, const ft_walk *walks, int64_t rows,
@@ -611,11 +616,11 @@ FT_EXPORT int ft_row_pass(const ft_decoder *decoder, float cap, const ft_row_par
     ft_batch batches[FT_MAX_PARTS];
     ft_part of_batch[FT_MAX_PARTS];
     for (int64_t i = 0; i < num_parts; i++) {
-        const int64_t sin_at = parts[i].num_tables * rows * (ft_turned_dim(parts[i].heads) / 2);
-        read_turns(&parts[i], &space, rows, space.turns[i]);
+        const int64_t sin_at = parts[i].num_tables * rows * (ft_rope_dim(parts[i].heads) / 2);
+        read_rope(&parts[i], &space, rows, space.cos_sin[i]);
         batches[i] = (ft_batch){rows, rows, max_pages, space.starts, space.lens, space.first_rows,
                                 space.pages, space.tail_from, space.first_tails, layout, space.slots,
-                                space.turns[i], space.turns[i] + sin_at, NULL, NULL};
+                                space.cos_sin[i], space.cos_sin[i] + sin_at, NULL, NULL};
         of_batch[i] = (ft_part){&batches[i], parts[i].kv, parts[i].heads};
     }
     if (ft_forward(decoder, space.ids, NULL, 0, NULL, of_batch, num_parts, NULL, 0, space.hidden, 0,

@@ -1,13 +1,13 @@
-/* The inputs of a pass on a GPU, and the work items of its attention, where all rows are narrow.
+/* The inputs of a pass on a GPU, and the work items of its attention. All segments must be short
+ * ("narrow" in core/ops/triton/attention/tile_schedule.py, which defines the work items).
  *
- * core/ops/triton/attention/tile_schedule.py defines the items, and graph/input_fields.py beside it
- * the fields. Integers alone.
+ * core/ops/triton/graph/input_fields.py defines the fields. All computations are in integers.
  */
 #include "common/common.h"
 
 #include <stdlib.h>
 
-enum { ITEM_WORDS = 7 }; /* the same as in input_fields.py */
+enum { ITEM_WORDS = 7 }; /* must be equal to ITEM_WORDS of input_fields.py */
 
 /* A batch: arrays of core/ops/batch.py's `RaggedBatch`. */
 typedef struct {
@@ -18,23 +18,23 @@ typedef struct {
     const int64_t *pages, *tails;
 } ft_ragged;
 
-/* The fields of a pass's inputs. Each array of rows holds `room` rows. */
+/* The fields of a pass's inputs. Each array with one number per row has room for `room` rows. */
 typedef struct {
-    int64_t room, num_words, num_places; /* capacities */
+    int64_t room, num_words, num_partials; /* capacities in rows, words, partial sums */
     int32_t *token_ids, *positions, *slots, *logit_rows, *rows_in_tile, *last_seen; /* [room] */
     int32_t *words; /* [num_words] */
 } ft_pass_fields;
 
-/* Attention layers with one window. */
+/* Inputs of the attention layers that have the same sliding window. */
 typedef struct {
-    int64_t window; /* 0: none */
-    int64_t split;  /* positions of a split */
+    int64_t window; /* positions; 0: no window */
+    int64_t split;  /* positions per split: the part of a context that one item reads */
     int64_t tile_rows;
-    int32_t *counts; /* [4] */
-    int32_t *places; /* [room] */
+    int32_t *counts; /* [4] (index in `words`, number) of the narrow items, then of the wide ones */
+    int32_t *partials; /* [room] index of a row's first partial sum; -1: no row */
 } ft_pass_work;
 
-/* A segment in the order in which the items take them. */
+/* A segment. The array of segments is in the order of the work items. */
 typedef struct {
     const int64_t *pages;
     int64_t num_pages, first_page, first_row, first_tail, index;
@@ -72,13 +72,15 @@ static int may_share(const ordered *segments, int64_t count, int64_t split, int6
     return 0;
 }
 
-static int64_t pages_from(const ft_ragged *batch, const ordered *segment) { /* own and in a tail */
+/* First position of a segment that other segments cannot share: it is in a tail, or the segment
+ * computes it in this pass. */
+static int64_t own_from(const ft_ragged *batch, const ordered *segment) {
     int64_t start = batch->starts[segment->index];
     int64_t stop = start + batch->lens[segment->index];
     return ft_min(start, stop - batch->tail_lens[segment->index]);
 }
 
-/* Put sharers of pages next to each other. */
+/* Sort the segments by their page ids, so that segments with equal first pages are neighbours. */
 static void order_by_pages(const ft_ragged *batch, ordered *segments) {
     qsort(segments, batch->num_segments, sizeof *segments, by_pages);
     for (int64_t i = 1; i < batch->num_segments; i++) {
@@ -86,29 +88,30 @@ static void order_by_pages(const ft_ragged *batch, ordered *segments) {
         int64_t both = ft_min(mine->num_pages, before->num_pages), common = 0;
         while (common < both && mine->pages[common] == before->pages[common]) common++;
         mine->shared = ft_min(common * batch->page_size,
-                              ft_min(pages_from(batch, mine), pages_from(batch, before)));
+                              ft_min(own_from(batch, mine), own_from(batch, before)));
     }
 }
 
-FT_INLINE int64_t first_split(const ft_pass_work *work, int64_t place) {
-    return work->window ? ft_max(0, place - work->window + 1) / work->split : 0;
+FT_INLINE int64_t first_split(const ft_pass_work *work, int64_t position) {
+    return work->window ? ft_max(0, position - work->window + 1) / work->split : 0;
 }
 
-/* Write a work list from word `used` on. Returns the words used after it, or -1 without room. */
+/* Write a work list from word `used` on. Returns the index after its last word, or -1 if the list
+ * does not fit. */
 static int64_t list_items(const ft_ragged *batch, const ordered *segments, const ft_pass_work *work,
                           const ft_pass_fields *to, int64_t used) {
-    int64_t place = 0, num_entries = 0, lowest = INT64_MAX, highest = 0;
+    int64_t num_partials = 0, num_entries = 0, lowest = INT64_MAX, highest = 0;
     for (int64_t row = 0, segment = 0; segment < batch->num_segments; segment++)
         for (int64_t i = 0; i < batch->lens[segment]; i++, row++) {
             int64_t at = batch->starts[segment] + i, first = first_split(work, at);
-            work->places[row] = (int32_t)place;
-            place += at / work->split - first + 1;
+            work->partials[row] = (int32_t)num_partials;
+            num_partials += at / work->split - first + 1;
             lowest = ft_min(lowest, first);
             highest = ft_max(highest, at / work->split);
         }
-    num_entries = place;
-    for (int64_t row = batch->num_rows; row < to->room; row++) work->places[row] = -1;
-    if (place > to->num_places || used + num_entries > to->num_words) return -1;
+    num_entries = num_partials;
+    for (int64_t row = batch->num_rows; row < to->room; row++) work->partials[row] = -1;
+    if (num_partials > to->num_partials || used + num_entries > to->num_words) return -1;
     int32_t *rows = to->words + used, *item = rows + num_entries, *end = to->words + to->num_words;
     int64_t entry = 0, num_items = 0;
     for (int64_t split = lowest; split <= highest; split++) {
@@ -148,8 +151,8 @@ static int64_t list_items(const ft_ragged *batch, const ordered *segments, const
     return item - to->words;
 }
 
-/* Write a pass of narrow rows, and one work list for each of `works`. Returns the words used, -1 if
- * they or the places have no room, or if there is no memory. */
+/* Write the inputs of a pass of short segments, and one work list for each of `works`. Returns the
+ * number of words used, or -1 if words or partial sums do not fit or there is no memory. */
 FT_EXPORT int64_t ft_fill_pass(const ft_ragged *batch, const ft_pass_work *works, int64_t num_works,
                                const ft_pass_fields *to) {
     int64_t used = batch->num_pages + batch->num_tails, num_segments = batch->num_segments;

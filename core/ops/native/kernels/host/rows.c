@@ -1,7 +1,7 @@
 /* The rows of a step, laid out from a record of each request.
  *
- * Integers alone, so one build serves every CPU: kernels/host is compiled without the other folders
- * where only a GPU computes. core/ops/batch.py (`build_batch`) defines the results.
+ * All computations are in integers, so one build serves every CPU. With a GPU, kernels/host is
+ * compiled without the other folders. core/ops/batch.py (`build_batch`) defines the results.
  */
 #include "common/common.h"
 
@@ -9,14 +9,14 @@
 typedef struct {
     int64_t start; /* position of the first pending token */
     int64_t num_pending;
-    int64_t num_drafted; /* nodes of the draft, which are rows behind the pending tokens */
-    int64_t num_logits;  /* last rows that have logits */
+    int64_t num_drafted; /* nodes of the draft, whose rows follow the pending tokens' */
+    int64_t num_logits;  /* logits are computed for this many last rows */
     int64_t num_pages;
-    int64_t num_spare; /* spare pages, which hold the nodes beside the trunk */
+    int64_t num_spare; /* spare pages, for the nodes that are not in the trunk */
     int64_t is_tree;   /* whether the draft has parents; else it is a chain */
 } ft_requested;
 
-/* The arrays of a batch: [num_rows], [num_logits], [num_segments], and two lists. */
+/* The arrays of a batch, line by line: [num_rows], [num_logits], [num_segments], and two lists. */
 typedef struct {
     int64_t *positions, *slots;
     int64_t *logit_rows;
@@ -37,11 +37,11 @@ static ft_arrays arrays_of(int64_t *at, int64_t num_rows, int64_t num_logits, in
     return to;
 }
 
-FT_INLINE int64_t slot_of(const int64_t *pages, int64_t place, int64_t page_size) {
-    return pages[place / page_size] * page_size + place % page_size;
+FT_INLINE int64_t slot_of(const int64_t *pages, int64_t index, int64_t page_size) {
+    return pages[index / page_size] * page_size + index % page_size;
 }
 
-/* Nodes of the first run: each follows the one before it. */
+/* Number of nodes in the trunk: the first nodes, each a child of the node before it. */
 static int64_t trunk_len(const ft_requested *request, const int64_t *parents) {
     if (!request->is_tree) return request->num_drafted;
     int64_t len = 0;
@@ -49,7 +49,7 @@ static int64_t trunk_len(const ft_requested *request, const int64_t *parents) {
     return len;
 }
 
-/* Add a segment's description and its pages, which hold all positions before `in_pages`. */
+/* Add a segment and its pages. Its last `num_tails` positions are not in pages. */
 static int add_segment(ft_arrays *to, int64_t segment, int64_t start, int64_t len, int64_t first_row,
                        int64_t num_tails, const ft_requested *request, const int64_t *pages,
                        int64_t page_size) {
@@ -65,8 +65,9 @@ static int add_segment(ft_arrays *to, int64_t segment, int64_t start, int64_t le
     return 0;
 }
 
-/* Lay out the requests, whose pages, spare pages and parents are given request after request. The
- * arrays are written from `at` on. Returns the number of pages, or -1 for a row without a page. */
+/* Lay out the requests. `pages`, `spare` and `parents` are lists of all requests, one after the
+ * other. The arrays of the batch are written from `at` on. Returns the number of pages in them, or
+ * -1 for a row without a page. */
 FT_EXPORT int64_t ft_lay_out(const ft_requested *requests, int64_t num_requests, int64_t page_size,
                              const int64_t *pages, const int64_t *spare, const int64_t *parents,
                              int64_t *at, int64_t num_rows, int64_t num_logits,
@@ -81,13 +82,14 @@ FT_EXPORT int64_t ft_lay_out(const ft_requested *requests, int64_t num_requests,
             return -1;
         int64_t last_row = row + request->num_pending + num_drafted;
         for (int64_t i = last_row - request->num_logits; i < last_row; i++) *to.logit_rows++ = i;
-        for (int64_t place = request->start; place < stop + trunk; place++, row++) {
-            to.positions[row] = place;
-            to.slots[row] = slot_of(pages, place, page_size);
+        for (int64_t position = request->start; position < stop + trunk; position++, row++) {
+            to.positions[row] = position;
+            to.slots[row] = slot_of(pages, position, page_size);
         }
         for (int64_t first = trunk, end; first < num_drafted; first = end) {
             for (end = first + 1; end < num_drafted && parents[end] == end - 1;) end++;
-            int64_t depth = 0, ancestors = 0; /* before the run: all, and those beside the trunk */
+            /* Ancestors of the run's first node in the draft: all, and the ones after the trunk. */
+            int64_t depth = 0, ancestors = 0;
             for (int64_t node = parents[first]; node >= 0; node = parents[node]) {
                 depth++;
                 ancestors += node >= trunk;

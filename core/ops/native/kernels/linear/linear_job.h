@@ -29,7 +29,7 @@ typedef struct {
     int64_t steps;  /* steps of a panel; for grouped kinds, groups */
     int64_t panel_bytes;
     void *y;
-    int64_t y_stride; /* outputs of a row of y, including other weights' */
+    int64_t y_stride; /* items from one row of y to the next: outputs of all weights that share y */
     int y_dtype;
 } ft_linear_job;
 

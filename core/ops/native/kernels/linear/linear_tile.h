@@ -12,11 +12,11 @@ enum { MAX_TILE = 3 }; /* only for tests, because more would compile slowly */
 enum { MAX_TILE = 6 }; /* 12 sums, two weights, a broadcast and a product in 16 registers */
 #endif
 
-/* The place of a tile, and the memory that it prefetches. */
+/* A tile of the output: its weights, its first row and column, and the memory that it prefetches. */
 typedef struct {
     const char *weight;
     const char *ahead;
-    int64_t ahead_step; /* bytes */
+    int64_t ahead_step; /* bytes to prefetch with each step of the panel */
     int64_t row;
     int64_t column;
 } tile_t;

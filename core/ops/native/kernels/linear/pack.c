@@ -364,7 +364,7 @@ FT_EXPORT void ft_pack(int32_t kind, const ft_source *source, int64_t num_rows, 
     ft_parallel(pack_panels, &job, stop - first_row / PANEL, 1);
 }
 
-/* Bytes of a panel of 2 L outputs. */
+/* Return the bytes of a panel of 2 * FT_LANES outputs. */
 FT_EXPORT int64_t ft_panel_bytes(int32_t kind, int64_t in_features) {
     return panel_bytes(kind, in_features);
 }

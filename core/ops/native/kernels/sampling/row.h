@@ -40,7 +40,7 @@ typedef struct {
     const float *bias; /* [biased.count] */
 } ft_sampling;
 
-enum { FT_GREEDY, FT_SAMPLED }; /* kinds; greater ones cut tokens off */
+enum { FT_GREEDY, FT_SAMPLED }; /* kinds of sampling; greater numbers: with top-k, min-p or top-p */
 
 /* The tokens before the one to choose: the request's own, then tokens of a draft. */
 typedef struct {

@@ -13,16 +13,16 @@
 #define ODD_2 0x94d049bb133111ebu
 #define LN2 0.69314718f
 
-enum { FT_MOST = 8 }; /* most tokens of a row that may be kept */
+enum { FT_MOST = 8 }; /* greatest number of best tokens of a row */
 enum { PIECE = 16384 }; /* logits that make a task worth another thread */
 
-/* A walk down a draft tree. At each place a token is chosen that follows a node, and the walk goes
- * on to the child with that token; without such a child it ends. The first place follows `tail`,
- * which is empty if there are nodes. The logits of the place after node n are n + 1 rows after the
- * first place's. */
+/* A walk down a draft tree. It chooses a token, goes to the node that has this token, chooses the
+ * token after that node, and so on. It ends where no child has the chosen token. The first token
+ * follows the request's tokens and `tail`, which is empty if there are nodes. The logits for the
+ * token after node n are n + 1 rows after the logits for the first token. */
 struct ft_walk {
     const ft_sampling *sampling;
-    int64_t first;     /* row of the first place, in the logits and in the output */
+    int64_t first;     /* row of the first token, in the logits and in the output */
     int64_t num_nodes; /* the walk has num_nodes + 1 rows; chosen tokens fill the first ones */
     const int64_t *tokens; /* tokens of the request */
     int64_t num_tokens;
@@ -39,9 +39,9 @@ typedef struct {
     const ft_walk *walks;
     const int64_t *drafts;
     int64_t *tokens;     /* [rows] out: a token or FT_NOT_FINITE, FT_ALL_BANNED */
-    int64_t *num_places; /* [walks] out: rows with a result, the row that failed included */
-    int64_t num_best;    /* 0: one token for each place; else tokens for each first place */
-    float *scores;       /* [rows, num_best] out; `tokens` has that shape then */
+    int64_t *num_results; /* [walks] out: number of tokens written, an error included */
+    int64_t num_best;    /* 0: choose one token per row; else best tokens of each walk's only row */
+    float *scores;       /* [rows, num_best] out; `tokens` then has this shape, too */
     atomic_int failed;   /* set when a thread has no memory */
 } choose_job;
 
@@ -53,8 +53,8 @@ typedef struct {
 
 /* -- the best --------------------------------------------------------------------------------- */
 
-/* The greatest value of a row, or NaN if it has one. Values are compared as integers, because their
- * maximum may be taken in any order and so vectorises. */
+/* Return the greatest value of a row, or NaN if the row has a NaN. Values are compared as integers:
+ * an integer maximum may be taken in any order, so the compiler can vectorise it. */
 static float find_top(const float *values, int64_t vocab) {
     int32_t most = INT32_MIN, widest = 0;
     for (int64_t i = 0; i < vocab; i++) {
@@ -227,7 +227,7 @@ static void enter_kept(gumbel_argmax *argmax, const ft_row *row, ft_kept kept) {
     }
 }
 
-/* -- a place ---------------------------------------------------------------------------------- */
+/* -- a row ------------------------------------------------------------------------------------ */
 
 /* Enter the best logits of a row, without noise. */
 static void enter_greedy(gumbel_argmax *argmax, const ft_row *row) {
@@ -302,7 +302,7 @@ static int64_t find_child(const choose_job *job, const ft_walk *walk, int64_t no
 static void walk_draft(choose_job *job, int64_t index, const row_space *space) {
     const ft_walk *walk = &job->walks[index];
     int64_t *tokens = job->tokens + walk->first, node = -1, count = 0;
-    /* After the first place, the tail is the tokens that were chosen so far. */
+    /* With a draft, the tail is the tokens that the walk has chosen so far. */
     const int64_t *tail = walk->num_nodes ? tokens : job->drafts + walk->draft;
     ft_path path = {walk->tokens, walk->num_tokens, tail, walk->tail_len, walk->mask};
     do {
@@ -311,10 +311,10 @@ static void walk_draft(choose_job *job, int64_t index, const row_space *space) {
         tokens[count] = choose(job, logits, walk->sampling, &path, space);
         node = find_child(job, walk, node, tokens[count++]);
     } while (node >= 0);
-    job->num_places[index] = count;
+    job->num_results[index] = count;
 }
 
-/* Find the best tokens of a walk's only place; their number goes to `num_places`. */
+/* Find the best tokens of a walk's only row; their number goes to `num_results`. */
 static void find_best(choose_job *job, int64_t index, const row_space *space) {
     const ft_walk *walk = &job->walks[index];
     int64_t *tokens = job->tokens + walk->first * job->num_best, count = 0;
@@ -327,7 +327,7 @@ static void find_best(choose_job *job, int64_t index, const row_space *space) {
     int64_t error = process(job, logits, walk->sampling, &path, space, &row);
     if (error) {
         tokens[0] = error;
-        job->num_places[index] = 1;
+        job->num_results[index] = 1;
         return;
     }
     gumbel_argmax found = find_argmax(job, &row, walk->sampling, position, space, job->num_best);
@@ -335,7 +335,7 @@ static void find_best(choose_job *job, int64_t index, const row_space *space) {
         tokens[count] = found.ids[count];
         scores[count] = found.scores[count];
     }
-    job->num_places[index] = count;
+    job->num_results[index] = count;
 }
 
 static int find_space(int64_t vocab, row_space *space) {
@@ -373,8 +373,8 @@ static int run(choose_job *job, int64_t num_walks) {
 /* Choose the tokens of all walks. Returns 0, or -1 when there is no memory. */
 FT_EXPORT int ft_choose(const float *logits, int64_t vocab, const int64_t *hashes,
                         const ft_walk *walks, int64_t num_walks, const int64_t *drafts,
-                        int64_t *tokens, int64_t *num_places) {
-    choose_job job = {logits, vocab, hashes, walks, drafts, tokens, num_places, 0, NULL, 0};
+                        int64_t *tokens, int64_t *num_results) {
+    choose_job job = {logits, vocab, hashes, walks, drafts, tokens, num_results, 0, NULL, 0};
     return run(&job, num_walks);
 }
 

@@ -34,7 +34,7 @@ static void multiply_piece(void *context, int64_t begin, int64_t end) {
     }
 }
 
-/* `inputs`: the input of each tap. */
+/* Convolve one row and multiply it by c. `inputs`: the input of each tap. */
 FT_INLINE void convolve_row(const ft_conv *conv, const char *const *inputs, const char *c, char *out,
                             int64_t num_taps, int dtype) {
     int64_t channels = conv->channels;
@@ -51,11 +51,11 @@ FT_INLINE void convolve_row(const ft_conv *conv, const char *const *inputs, cons
 
 /* The segment that a row belongs to. */
 static int64_t segment_of(const ft_batch *batch, int64_t row) {
-    int64_t first = 0, behind = batch->num_segments;
-    while (first + 1 < behind) {
-        int64_t middle = (first + behind) / 2;
+    int64_t first = 0, stop = batch->num_segments;
+    while (first + 1 < stop) {
+        int64_t middle = (first + stop) / 2;
         if (batch->first_rows[middle] <= row) first = middle;
-        else behind = middle;
+        else stop = middle;
     }
     return first;
 }

@@ -31,7 +31,7 @@ enum { BLOCK_ROWS = 8, BLOCK_VECTORS = 2, WIDE_VECTORS = 8 };
 enum { BLOCK_ROWS = 6, BLOCK_VECTORS = 1, WIDE_VECTORS = 2 };
 #endif
 
-enum { BLOCK_TERMS = 32 }; /* rows of `right` that are multiplied before the next, to stay cached */
+enum { BLOCK_TERMS = 32 }; /* rows of `right` in a block, few enough to stay cached */
 
 enum { LINE = 64, FETCHED_LINES = 8 }; /* bytes; lines prefetched with each vector's convolution */
 
@@ -49,7 +49,7 @@ typedef struct {
     float *weighed; /* [page, keys] keys, times their decay until the page's end */
     float *u;       /* [page, values] values, then u */
     float *read;    /* [page, 2, values] products of x with S */
-    float *c, *beta; /* [page]; for Mamba-2, dt in place of beta; for lightning attention 1 */
+    float *c, *beta; /* [page]; `beta` has dt for Mamba-2, 1 for lightning attention */
     float *own;     /* [key_dim, values] copy of S if a slot's rows are not whole vectors */
     float *draft;   /* [key_dim, values] S of pages that have only draft rows */
     memory_range soon[3]; /* memory that the task reads after its first inputs */
@@ -77,7 +77,9 @@ typedef struct {
     const delta_job *job;
     delta_space *space;
     int64_t segment, head;
-    int64_t start, stop, final_stop, at; /* positions; at: of S before the pass */
+    int64_t start, stop; /* positions of its rows */
+    int64_t final_stop;  /* rows from this position on are drafts */
+    int64_t at;          /* position of S before the pass */
     char *log;
 } delta_task;
 
@@ -190,7 +192,7 @@ FT_INLINE void convolve(const delta_task *task, const char *const *inputs, int64
     }
 }
 
-/* Call `convolve`, with four taps, the usual number, as a constant. */
+/* Call `convolve`. Four taps, the usual number, are passed as a constant. */
 static void convolve_part(const delta_task *task, const char *const *inputs, int64_t first,
                           int64_t width, float *out) {
     int64_t num_taps = task->job->delta->num_taps;
@@ -324,7 +326,8 @@ static void multiply_columns(const product *p, int64_t rows, int64_t column) {
 static void multiply_terms(const product *p, int64_t rows) {
     const int64_t wide = WIDE_VECTORS * FT_WIDTH;
     int64_t column = 0;
-    /* A decoding row has a key and a query, or only a query: wider blocks have enough sums. */
+    /* A decoding row has only a key and a query, or a query: a wide block has enough independent
+     * sums to hide the latency of an addition. */
     for (; rows <= 2 && column + wide <= p->width; column += wide) {
         if (rows == 2) multiply_block(p, 0, column, 2, WIDE_VECTORS);
         else multiply_block(p, 0, column, 1, WIDE_VECTORS);
@@ -406,7 +409,7 @@ static void run_row(const delta_task *task, int64_t row) {
     }
 }
 
-/* Like run_row, for the other rules, which multiply S only with the query. */
+/* Like run_row, for Mamba-2 and lightning attention, which multiply S only with the query. */
 static void run_plain_row(const delta_task *task, int64_t row) {
     const delta_space *space = task->space;
     int64_t keys = task->job->keys, values = task->job->values;
@@ -455,7 +458,7 @@ FT_INLINE void put_row(const delta_task *task, const float *read, int64_t batch_
     }
 }
 
-/* Write a head's output of Mamba-2 times silu(z), or of lightning attention. If there is a norm,
+/* Write a head's output of lightning attention, or of Mamba-2 times silu(z). If there is a norm,
  * norm_piece computes it after all heads, and the gate of lightning attention after the norm. */
 static void put_gated(const delta_task *task, const float *read, int64_t batch_row) {
     const delta_job *job = task->job;
@@ -568,7 +571,7 @@ static void run_task(const delta_task *task) {
     store_state(task, own, slot);
 }
 
-/* At most as many pieces run at once as there are threads, so one of the spaces is free. */
+/* Return the index of a free space. There is one: each thread runs at most one piece at a time. */
 static int64_t take_space(const delta_job *job) {
     for (int64_t index = 0;; index = (index + 1) % ft_num_threads())
         if (!atomic_flag_test_and_set(&job->taken[index])) return index;
@@ -604,7 +607,7 @@ static void delta_piece(void *context, int64_t begin, int64_t end) {
 
 /* -- the norm of parts --------------------------------------------------------------------------- */
 
-/* Norm parts of rows, each by itself; in lightning attention times sigmoid(z). */
+/* Norm each part of a row separately; in lightning attention, multiply by sigmoid(z). */
 static void norm_piece(void *context, int64_t begin, int64_t end) {
     const delta_job *job = context;
     const ft_recurrence *rule = job->delta;
@@ -639,7 +642,7 @@ static float *take(char **memory, int64_t floats) {
     return taken;
 }
 
-/* Place the arrays of a space in `memory`. Returns their bytes; with `memory` NULL, only that. */
+/* Place the arrays of a space in `memory`. Returns their size in bytes, also if `memory` is NULL. */
 static int64_t lay_out(const delta_job *job, char *memory, delta_space *space) {
     int64_t page = ft_ceil_div(job->states->page_size, FT_WIDTH) * FT_WIDTH;
     int64_t state = job->delta->key_dim * job->values;
@@ -669,7 +672,7 @@ static int find_spaces(delta_job *job) {
     for (int64_t i = 0; i < threads; i++) {
         char *own = memory + head + i * bytes;
         lay_out(job, own, &job->spaces[i]);
-        if (job->keys != job->delta->key_dim) /* the padding of a key is multiplied */
+        if (job->keys != job->delta->key_dim) /* products read the padding of keys, so it must be finite */
             memset(job->spaces[i].x, 0, (size_t)(2 * job->states->page_size * job->keys) * 4);
         atomic_flag_clear(&job->taken[i]);
     }
@@ -689,7 +692,7 @@ int ft_run_recurrent(const void *mixed, const float *gates, void *out, const ft_
     job.values = ft_ceil_div(delta->value_dim, FT_WIDTH) * FT_WIDTH;
     if (find_spaces(&job)) return -1;
     int64_t work = 2 * delta->key_dim * delta->value_dim * batch->num_rows / batch->num_segments;
-    /* Ranges, so that a thread prefetches the state of its own next head. */
+    /* With ranges, a thread prefetches the state of the head that it computes next. */
     ft_parallel_ranges(delta_piece, &job, batch->num_segments * delta->num_heads,
                        ft_max(1, LEAST_WORK / work));
     ft_keep_inputs(&job.inputs);

@@ -16,7 +16,7 @@ from ....core.ops.kv_pool import KVPool
 from ....core.startup import timed
 from ....draft.heads.joined import JoinedHead
 from ....draft.heads.mtp import MTP, has_mtp
-from ....draft.proposers.kind import Beside, LeftOutError, LoadedDrafter, Pooled
+from ....draft.proposers.kind import DrafterContext, LeftOutError, LoadedDrafter, Pooled
 from ..drafts import DraftSpec, proposer_kind, texts_between
 from ..target import load_model
 
@@ -76,7 +76,7 @@ def load_drafter(
         spec = replace(spec, model=MTP.name, may_lack_model=False)
     if spec.model is None:
         return Drafter(spec=spec)
-    beside = Beside(
+    beside = DrafterContext(
         path=path,
         target=target,
         config=config,

@@ -32,7 +32,7 @@ class KeptKV:
     """A prefix cache, its pool, and the keys that identify pages outside this process.
 
     ``fingerprint``: digest of everything that determines the KV; None if it is not needed.
-    ``proposer``: the rows that it keeps for each page are stored and sent with the page.
+    ``proposer``: if it keeps rows for each page, they are stored and sent with the page.
     """
 
     config: EngineConfig
@@ -85,10 +85,10 @@ class KeptKV:
         return server, params
 
 
-def check_places(config: EngineConfig) -> None:
+def check_stores(config: EngineConfig) -> None:
     """Raise `InvalidRequest` if a store or KV transfer of the options cannot be used."""
     if config.has_tiers:
-        _kv_tiers().check_places(config)
+        _kv_tiers().check_stores(config)
     if config.kv_transfer is not None:
         _kv_transfer().check_secret()
 

@@ -1,1 +1,0 @@
-"""Components beside the target: the draft model, and the cache that keeps the KV of prompts."""

@@ -1,0 +1,1 @@
+"""Components of an engine other than the target: the drafter and the prefix cache."""

@@ -1,0 +1,99 @@
+"""Accounting of committed steps: usage, charges for drafts, and what the speculator learns.
+
+The next plan does not depend on it, so it is done while the next step computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+from ..interface.output import RequestOutput
+from ..interface.plan import ScheduledRequest
+from ..interface.protocols import Speculator
+from ..interface.request import Delta, Request, Tenant
+
+
+class CommittedRow(msgspec.Struct, frozen=True, gc=False):
+    """Outcome of one request in a committed step, with the delta that its reader gets."""
+
+    request: Request
+    scheduled: ScheduledRequest
+    out: RequestOutput
+    delta: Delta
+    now: float  # time of the commit, on the engine's clock
+    is_plain: bool  # whether no request of the step drafted
+
+
+class StepAccounts:
+    """Rows of the last committed step that are not accounted for yet.
+
+    ``charge`` charges a tenant for a number of tokens. A row is accounted for before its delta is
+    delivered and before the next commit.
+    """
+
+    def __init__(self, speculator: Speculator, charge: Callable[[Tenant, int], None]) -> None:
+        self._speculator, self._charge = speculator, charge
+        self._open: list[CommittedRow] = []
+
+    def add(self, row: CommittedRow) -> None:
+        """Account for a row later, in `settle`.
+
+        A row that ends its request, or whose draft comes from the proposer, is accounted for now:
+        the speculator forgets a request at its end, and it plans by how much KV the proposer has.
+        """
+        if row.delta.terminal or row.scheduled.draft_plan.max_draft:
+            self._account(row)
+        else:
+            self._open.append(row)
+
+    def settle(self) -> None:
+        """Account for all open rows."""
+        rows, self._open = self._open, []
+        for row in rows:
+            self._account(row)
+
+    def _account(self, row: CommittedRow) -> None:
+        request, out, delta = row.request, row.out, row.delta
+        if num_drafted := len(out.draft.token_ids):  # each cost a row, accepted or not
+            self._charge(request.tenant, num_drafted)
+        if delta.token_ids:
+            _count(row)
+            if not row.is_plain:
+                self._speculator.observe(request, row.scheduled, out, len(delta.token_ids))
+
+
+def _count(row: CommittedRow) -> None:
+    """Count the tokens of a row in the usage of its request and in its delta."""
+    usage, out, delta = row.request.usage, row.out, row.delta
+    draft, num_tokens = out.draft, len(delta.token_ids)
+    if usage.completion_tokens == 0:
+        usage.time_to_first_token = row.now - row.request.arrival_time
+    usage.completion_tokens += num_tokens
+    usage.verify_steps += 1
+    if not draft.token_ids:
+        usage.steps_by_accepted[0] = usage.steps_by_accepted.get(0, 0) + 1
+        delta.token_sources = [""] * num_tokens
+        return
+    names = set(draft.sources)
+    if len(names) == 1:  # by far the most frequent case, which needs no look at each token
+        accepted = [*names] * min(len(out.path), num_tokens)
+    else:
+        accepted = [draft.sources[node] for node in out.path[:num_tokens]]
+    served = len(accepted)
+    usage.steps_by_accepted[served] = usage.steps_by_accepted.get(served, 0) + 1
+    usage.proposed_tokens += len(draft.token_ids)
+    usage.accepted_tokens += served
+    usage.draft_steps += 1
+    usage.tree_steps += bool(draft.parents) and not draft.is_chain
+    delta.token_sources = [*accepted, *[""] * (num_tokens - served)]
+    delta.num_proposed = len(draft.token_ids)
+    delta.proposed_sources = list(draft.sources)
+    delta.accepted_sources = accepted
+    proposed_by_source, accepted_by_source = usage.proposed_by_source, usage.accepted_by_source
+    for name in names:
+        num_proposed = delta.proposed_sources.count(name)
+        proposed_by_source[name] = proposed_by_source.get(name, 0) + num_proposed
+        if num_accepted := accepted.count(name):
+            accepted_by_source[name] = accepted_by_source.get(name, 0) + num_accepted
