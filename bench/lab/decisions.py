@@ -50,12 +50,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", default="smollm2", help="folder or file of the model (smollm2)")
     parser.add_argument("--questions", type=int, default=400, help="questions of a call (400)")
     parser.add_argument("--sentences", type=int, default=12, help="sentences of the input (12)")
+    parser.add_argument("--kinds", nargs="+", default=[*KINDS], choices=KINDS, help="kinds to ask")
     parser.add_argument("--rounds", type=int, default=5, help="rounds of each kind (5)")
     parser.add_argument("--threads", type=int, default=2, help="threads of the model (2)")
     parser.add_argument("--out", type=Path, default=_OUT, help="file to write")
     options = parser.parse_args(argv)
+    print(*(f"{key}: {value}" for key, value in heading().items()), sep="\n", flush=True)
     rows = asyncio.run(measured(options))
-    print(*(f"{key}: {value}" for key, value in heading().items()), sep="\n")
     print(table(rows))
     write_json(options.out, {**heading(), "options": vars(options) | {"out": ""}, "rows": rows})
 
@@ -70,7 +71,11 @@ async def measured(options: argparse.Namespace) -> list[dict[str, object]]:
     }
     async with AsyncLLM(options.model, **config) as llm:
         decider = Decider(ChatClient(llm), llm)
-        return [await _kind(llm, decider, name, options) for name in KINDS]
+        rows = []
+        for name in options.kinds:
+            rows.append(await _kind(llm, decider, name, options))
+            print(rows[-1], flush=True)
+        return rows
 
 
 async def _kind(

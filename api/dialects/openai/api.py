@@ -5,6 +5,7 @@ from __future__ import annotations
 from ...serving.dialect import Api
 from ..batches.routes import BatchRoutes, FileRoutes
 from ..decisions.routes import DecisionsRoute
+from ..pooled.generative import GenerativeScoringRoute
 from ..pooled.routes import EmbeddingsRoute, RerankRoute, ScoreRoute
 from ..responses.routes import KeptResponses, ResponsesCount, ResponsesRender, ResponsesRoute
 from .routes import ChatRender, ChatRoute, CompletionsRender, CompletionsRoute
@@ -17,6 +18,7 @@ OPENAI = Api(
         EmbeddingsRoute,
         RerankRoute,
         ScoreRoute,
+        GenerativeScoringRoute,
         DecisionsRoute,
         ResponsesRoute,
         ChatRender,
