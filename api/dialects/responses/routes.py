@@ -151,22 +151,21 @@ class KeptResponses(Endpoints):
     )
     async def retrieve(self, request: Request) -> Response:
         """Return a stored response; with ``stream`` the events of a stream that can be resumed."""
-        if request.query_params.get("stream") == "true":
-            return self._resumed(request)
+        after = _starting_after(request)
+        if _wants_stream(request):
+            return self._resumed(request, after)
         owner, response_id = _named(request)
         found = self.store.get(owner, response_id)
         if found is None:
             raise _unknown(response_id)
         return JsonResponse(found)
 
-    def _resumed(self, request: Request) -> Response:
-        """Return the events after ``starting_after``, or all. Raises `InvalidRequest`, 404."""
-        streams, after = self.service.streams, request.query_params.get("starting_after", "-1")
+    def _resumed(self, request: Request, after: int) -> Response:
+        """Return the events after number ``after``. Raises `InvalidRequest` and `ApiError` 404."""
+        streams = self.service.streams
         if streams is None:
             raise InvalidRequest("stream needs a server with --resume-seconds", param="stream")
-        if not after.removeprefix("-").isdecimal() or len(after) > 15:
-            raise InvalidRequest("starting_after must be an integer", param="starting_after")
-        reader = streams.attach(request.path_params["id"], int(after) + 1)
+        reader = streams.attach(request.path_params["id"], after + 1)
         seconds = self.service.settings.limits.ping_seconds
         return EventStream(reader.events(), close=reader.close, ping_seconds=seconds)
 
@@ -198,6 +197,21 @@ class KeptResponses(Endpoints):
 def _named(request: Request) -> tuple[Owner, str]:
     owner = owner_of(request.query_params.get("cache_salt"))
     return owner, request.path_params["id"]
+
+
+def _wants_stream(request: Request) -> bool:
+    given = request.query_params.get("stream", "false")
+    if given not in ("true", "false"):
+        raise InvalidRequest("stream must be true or false", param="stream")
+    return given == "true"
+
+
+def _starting_after(request: Request) -> int:
+    """Return the number of the last event that the client has; -1 if it has none."""
+    given = request.query_params.get("starting_after", "-1")
+    if given != "-1" and not (given.isascii() and given.isdecimal() and len(given) < 16):
+        raise InvalidRequest("starting_after must be at least -1", param="starting_after")
+    return int(given)
 
 
 def _unknown(response_id: str) -> ApiError:

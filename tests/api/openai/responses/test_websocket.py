@@ -278,8 +278,8 @@ def test_a_key_is_needed_where_the_server_has_one(serve: Any) -> None:
 
 
 def test_other_paths_have_no_websocket(server: Any) -> None:
-    assert refusal(server, "/v1/chat/completions") == (404, "not_found")
-    assert refusal(server, "/") == (404, "not_found")
+    assert refusal(server, "/v1/chat/completions") == (405, "method_not_allowed")
+    assert refusal(server, "/other/v1/responses") == (404, "not_found")
 
 
 def test_it_is_served_below_a_root_path(serve: Any) -> None:
