@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from .api.types.results import (
         Choice,
         Completion,
+        Decision,
+        Decisions,
         Embedding,
         RankedDocument,
         TextDelta,
@@ -37,6 +39,8 @@ __all__ = [
     "Choice",
     "Completion",
     "DeadlineExceeded",
+    "Decision",
+    "Decisions",
     "Embedding",
     "EngineDead",
     "ForetokenError",

@@ -342,7 +342,7 @@ class EngineConfig:
         if self.override_generation_config is not None:
             object.__setattr__(self, OVERRIDES, parse_overrides(self.override_generation_config))
         if self.default_chat_template_kwargs is not None:
-            found = _parse_object(TEMPLATE_KWARGS, self.default_chat_template_kwargs)
+            found = parse_object(TEMPLATE_KWARGS, self.default_chat_template_kwargs)
             object.__setattr__(self, TEMPLATE_KWARGS, found)
         object.__setattr__(self, "lora", _parse_adapters(self.lora))
         most = f"has {len(self.lora)} adapters, but max_loras is {self.max_loras}"
@@ -494,7 +494,7 @@ def parse_overrides(given: str | Mapping[str, float] | None) -> dict[str, Any]:
     """
     if given is None:
         return {}
-    found = _parse_object(OVERRIDES, given)
+    found = parse_object(OVERRIDES, given)
     if isinstance(top_k := found.get("top_k"), float) and top_k.is_integer():
         found = {**found, "top_k": int(top_k)}  # some files have it as a float
     for name in found:
@@ -523,7 +523,7 @@ def _parse_adapters(given: Sequence[str] | Mapping[str, str]) -> dict[str, str]:
     return dict(pairs)
 
 
-def _parse_object(name: str, given: str | Mapping[str, Any]) -> dict[str, Any]:
+def parse_object(name: str, given: str | Mapping[str, Any]) -> dict[str, Any]:
     """Return a mapping, or the parsed text of a JSON object.
 
     Raises `InvalidRequest` naming the option.

@@ -19,6 +19,8 @@ from ..runtime.chat import ChatAnswer, ChatClient
 from ..runtime.conversation.chat_input import ChatInput, Handle
 from ..runtime.conversation.messages import num_system, one_system, read_message
 from ..runtime.conversation.tools import NamedChoice, Tools, read_choice, read_tools
+from ..runtime.decisions.decider import Decider
+from ..runtime.decisions.questions import read_questions
 from ..runtime.engine_client import EngineClient
 from ..runtime.generation import Answer
 from ..runtime.pooled.embedder import Embedder, unit_vector
@@ -37,7 +39,15 @@ from ..runtime.preprocess import (
     with_adapter,
 )
 from ..text.chat_template import check_messages
-from ..types.results import Completion, Embedding, RankedDocument, TextDelta, Tool, ToolChoice
+from ..types.results import (
+    Completion,
+    Decisions,
+    Embedding,
+    RankedDocument,
+    TextDelta,
+    Tool,
+    ToolChoice,
+)
 from ..types.sampling_params import SamplingParams
 
 T = TypeVar("T")
@@ -366,6 +376,27 @@ class AsyncLLM(EngineClient):
             for index, score in ranked(pooled, top_n)
         ]
 
+    async def decide(
+        self,
+        input: str | Conversation,
+        questions: Sequence[Mapping[str, Any]],
+        *,
+        cache_salt: str | None = None,
+        lora: str | None = None,
+    ) -> Decisions:
+        """Return the answers to questions about a text or a conversation.
+
+        The questions have the form of OpenAI's Decisions API, with the types predicate, choice and
+        score. The input is computed once; an answer is the probabilities of the listed labels, and
+        no token is generated. Raises `InvalidRequest`, which names the question.
+        """
+        await self.start()
+        messages = [{"role": "user", "content": input}] if isinstance(input, str) else input
+        params = pool_params(cache_salt=cache_salt, lora=lora)
+        chat = ChatOptions(None, None).chat_input(messages, params)
+        asked = await self._decider.open(chat, read_questions(questions), params)
+        return asked.decide(await self._read(asked.prompts))
+
     async def _read(self, prompts: PooledPrompts) -> list[Pooled]:
         """Return the results of all prompts. Wait while the queue is full."""
         return await self._patiently(prompts.read)
@@ -377,6 +408,10 @@ class AsyncLLM(EngineClient):
     @cached_property
     def _reranker(self) -> Reranker:
         return Reranker(self._chat_client, self)
+
+    @cached_property
+    def _decider(self) -> Decider:
+        return Decider(self._chat_client, self)
 
     async def _open_chat(self, chat: ChatInput, request_id: str | None) -> ChatAnswer:
         await self.start()

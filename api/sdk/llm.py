@@ -6,7 +6,7 @@ import asyncio
 import os
 import threading
 import weakref
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from types import TracebackType
@@ -16,7 +16,7 @@ from ...core.errors import EngineDead, ForetokenError
 from ..build.built import Built
 from ..runtime.preprocess import Conversation, Prompt
 from ..runtime.serving_engine import ServingEngine
-from ..types.results import Completion, Embedding, RankedDocument, TextDelta
+from ..types.results import Completion, Decisions, Embedding, RankedDocument, TextDelta
 from ..types.sampling_params import SamplingParams
 from .async_llm import (
     AsyncLLM,
@@ -26,6 +26,7 @@ from .async_llm import (
     OneCall,
     OneChat,
     Params,
+    PooledCall,
     RerankCall,
 )
 
@@ -281,6 +282,15 @@ class LLM:
     ) -> list[RankedDocument]:
         """Return the documents with scores for a query, best first, like `AsyncLLM.rerank`."""
         return self._run(self._llm.rerank(query, documents, **options))
+
+    def decide(
+        self,
+        input: str | Conversation,
+        questions: Sequence[Mapping[str, Any]],
+        **options: Unpack[PooledCall],
+    ) -> Decisions:
+        """Return the answers to questions about one input, like `AsyncLLM.decide`."""
+        return self._run(self._llm.decide(input, questions, **options))
 
     def _read(self, deltas: AsyncGenerator[TextDelta]) -> Iterator[TextDelta]:
         reader = _Reader(deltas)

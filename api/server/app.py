@@ -37,6 +37,7 @@ from .routes.operators import OperatorRoutes
 from .routes.pages import Pages
 from .routes.sessions import SessionRoutes
 from .routes.tokens import TokenRoutes
+from .sockets.connection import ResponsesSocket
 
 ENDPOINTS: Sequence[type[Endpoints]] = (
     ModelRoutes, TokenRoutes, OperatorRoutes, CacheRoutes, SessionRoutes, AdapterRoutes, Dashboard,
@@ -88,8 +89,9 @@ def create_app(
     guarded = AuthMiddleware(at_its_path, settings, OPERATOR_PATHS)
     outermost = _with_cors(guarded, settings.cors_origins) if settings.cors_origins else guarded
     observed = observing.around(outermost, service)
+    served_app = ResponsesSocket(observed, settings.limits, guarded.handshake_refusal)
     root_path = settings.root_path
-    return UnderPath(observed, root_path) if root_path else observed
+    return UnderPath(served_app, root_path) if root_path else served_app
 
 
 @asynccontextmanager

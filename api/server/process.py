@@ -32,6 +32,7 @@ from .lifecycle import STUCK, Supervisor
 from .observation.logs import announcement
 from .observation.observability import Observing
 from .prewarm import Warm, prewarm, read_prewarm
+from .sockets.protocol import socket_options
 from .unix_socket import SOCKET_MODE, owned, remove
 
 logger = logging.getLogger(__name__)
@@ -188,7 +189,7 @@ def uvicorn_config(
         uds=listen.uds,
         http=connection_class(settings.limits),
         h11_max_incomplete_event_size=settings.limits.max_header_bytes,
-        ws="none",
+        **socket_options(settings.limits),
         lifespan="on",
         log_level="warning" if listen.log_level == "info" else listen.log_level,
         log_config=None,  # use the process's logging

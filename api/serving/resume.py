@@ -38,7 +38,7 @@ class ResumableStream:
         forget: Callable[[], None],
         seconds: float,
     ) -> None:
-        self.name = random_id()
+        self.name = reply.name or random_id()
         self.owner = caller()
         self._reply, self._on_error = reply, on_error
         self._forget, self._seconds = forget, seconds
@@ -186,17 +186,16 @@ class ResumableStreams:
     def resume(self, last_event_id: str) -> Reader:
         """Return a reader of the events after ``last_event_id``. Raises `ApiError` 404."""
         name, _, number = last_event_id.partition(":")
-        stream = self._streams.get(name)
         is_number = number.isascii() and number.isdigit() and len(number) < 16
-        if (
-            stream is None
-            or stream.owner != caller()
-            or not is_number
-            or not stream.has(int(number) + 1)
-        ):
+        return self.attach(name, int(number) + 1 if is_number else -1)
+
+    def attach(self, name: str, start: int) -> Reader:
+        """Return a reader of a stream's events from number ``start`` on. Raises `ApiError` 404."""
+        stream = self._streams.get(name)
+        if stream is None or stream.owner != caller() or not stream.has(start):
             message = "no stream can be resumed from this Last-Event-ID (--resume-seconds)"
             raise ApiError(404, message, code="stream_not_found")
-        return stream.attach(int(number) + 1)
+        return stream.attach(start)
 
     def _forget(self, stream: ResumableStream) -> None:
         if self._streams.pop(stream.name, None) is not None:

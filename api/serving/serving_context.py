@@ -9,10 +9,12 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
+from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.types import Receive
 
 from ...core.errors import InvalidRequest
+from ...core.interface.request import Usage
 from ..runtime.chat import ChatClient
 from ..runtime.conversation.normalize import Normalizer
 from ..runtime.conversation.token_history import TokenHistory
@@ -29,6 +31,7 @@ from .bodies import BodyReader
 from .errors import ApiError, unavailable, unknown_model
 from .json_depth import Excess, find_excess
 from .metrics import ServerMetrics
+from .prices import Prices
 from .resume import ResumableStreams
 from .settings import Settings
 from .sse import UnlessGone
@@ -71,6 +74,7 @@ class Service:
         self._bodies = BodyReader(settings.limits)
         # Background work of the running server; the application sets it.
         self.background: AbstractAsyncContextManager[None] = nullcontext()
+        self._prices = None if settings.prices is None else Prices.read(settings.prices)
         seconds = settings.limits.resume_seconds
         self.streams = ResumableStreams(seconds) if seconds else None
         self.shared: dict[type, Any] = {}  # state shared by several routes, by its class
@@ -84,6 +88,13 @@ class Service:
     def names(self) -> tuple[str, ...]:
         """The names under which the model is listed."""
         return self.settings.served_names or (self.llm.built.name,)
+
+    def cost(self, usage: Usage, num_written: int | None = None) -> float | UnsetType:
+        """Return ``usage.cost`` of a request; UNSET without prices.
+
+        ``num_written``: tokens written to the cache, if the API counts them in its own way.
+        """
+        return UNSET if self._prices is None else self._prices.cost(usage, num_written)
 
     def check_model(self, name: str | None) -> None:
         """Raise `ApiError` 404 for an unknown model. A body without a model uses the served one.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 from urllib.parse import urlsplit
@@ -11,6 +12,7 @@ from ...core.options.checks import MAX_PORT
 from ...core.options.settings import SIZE, check_settings, setting
 from ..parsing.output_format import REASONING_PARSERS, TOOL_PARSERS
 from .limits import Limits
+from .prices import Prices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +81,12 @@ class Settings:
     token_history_bytes: int = setting(
         32 * 2**20, "size of the store of answers' token ids", SIZE, least=1, most=2**40
     )
+    prices: str | Mapping[str, float] | None = setting(
+        None,
+        "prices per million tokens for usage.cost, as a JSON object with input, output, cached and "
+        "write (cached and write default to input); in the file, a table",
+        "JSON",
+    )
     batch_dir: str | None = setting(
         None,
         "folder for /v1/files and /v1/batches, which are then kept across restarts (default: a "
@@ -138,6 +146,8 @@ class Settings:
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
             message = "root_path must begin with a slash and not end with one, as in /llm"
             raise InvalidRequest(message, param="root_path")
+        if self.prices is not None:
+            Prices.read(self.prices)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

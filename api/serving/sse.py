@@ -94,6 +94,11 @@ class UnlessGone:
 class Reply:
     """A running answer. Its owner must `close` it in a ``finally``."""
 
+    @property
+    def name(self) -> str | None:
+        """The id by which clients know the answer, if its events are numbered from 0."""
+        return None
+
     async def whole(self) -> object:
         """Return the answer as one JSON body."""
         raise NotImplementedError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -129,6 +129,23 @@ CONTEXT: ContextVar[RequestContext | None] = ContextVar("request", default=None)
 A context variable, because code deep below the routes reads it and no route can forget to pass it
 on.
 """
+
+
+AT_CLOSE = "at_close"
+"""Key in a scope's state: functions to call when the connection of the request ends."""
+
+
+def at_close(action: Callable[[], None]) -> bool:
+    """Call ``action`` when the connection of the present request ends.
+
+    Return False without a connection that outlives its requests.
+    """
+    context = CONTEXT.get()
+    actions = None if context is None else context.scope["state"].get(AT_CLOSE)
+    if actions is None:
+        return False
+    actions.append(action)
+    return True
 
 
 def random_id() -> str:

@@ -218,6 +218,34 @@ class RankedDocument:
     usage: Usage
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """The answer to one question.
+
+    - ``value``: the probability of a predicate; the value of the most likely choice; the expected
+      level of a score, as an index from 0.
+    - ``confidence``: the probability of the most likely label.
+    - ``probabilities``: by choice, by index of a level, or by True and False. Their sum is 1.
+    """
+
+    name: str | None
+    kind: Literal["predicate", "choice", "score"]
+    value: float | str | bool
+    confidence: float
+    probabilities: Mapping[str | bool | int, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decisions:
+    """The answers in the order of the questions.
+
+    ``usage`` counts the tokens of the input once, and the tokens of every question.
+    """
+
+    answers: Sequence[Decision]
+    usage: Usage
+
+
 def total_usage(usages: Sequence[Usage]) -> Usage:
     """Return the usage of all choices of a prompt. The prompt tokens are counted once."""
     first = usages[0]

@@ -345,6 +345,10 @@ def _pooled(scheduled: ScheduledRequest, hidden: Tensor, logits: Tensor) -> arra
     ``hidden`` is [hidden]. ``logits`` is [1, vocab], or [0, vocab] if the request wants no scores.
     """
     pooling = scheduled.sampling.pooling
-    token_ids = () if pooling is None else pooling.token_ids
-    found = logits[0, list(token_ids)] if token_ids else hidden
-    return array("f", found.float().cpu().numpy().tobytes())
+    if pooling is None or not pooling.token_ids:
+        found = hidden.float()
+    else:
+        found = logits[0, list(pooling.token_ids)].float()
+        if pooling.is_normalized:
+            found -= logits[0].float().logsumexp(0)
+    return array("f", found.cpu().numpy().tobytes())

@@ -184,10 +184,11 @@ class Pooling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A request for numbers of the prompt's last row instead of an answer.
 
     The numbers are the hidden state after the final norm, or, with ``token_ids``, the raw logits of
-    the tokens.
+    the tokens; with ``is_normalized`` their log-probabilities.
     """
 
     token_ids: tuple[TokenId, ...] = NO_IDS
+    is_normalized: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)

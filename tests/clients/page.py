@@ -20,7 +20,8 @@ PAGE = TESTS.parent / "docs" / "clients.md"
 KEY = "sk-local"  # as the scripts have it
 FLAGS = ["--api-key", KEY, "--log-level", "error"]
 SCRIPTED = [sys.executable, str(TESTS / "support" / "scripted_server.py"), *FLAGS, "--port", "0",
-            "--reasoning-parser", "think"]  # fmt: skip
+            "--reasoning-parser", "think", "--prices", '{"input": 2, "cached": 0.5, "output": 8}',
+            ]  # fmt: skip
 SEEING = [*FLAGS, "--served-model-name", "seeing"]
 RANKING = [*FLAGS, "--served-model-name", "ranking"]
 HEAD = """# Clients

@@ -39,6 +39,8 @@ ONLY_PARIS = WEATHER | {"properties": {"city": {"type": "string", "enum": ["Pari
 PARIS_ALONE: Any = {"type": "function", "function": FUNCTION | {"parameters": ONLY_PARIS}}
 FORCED: Any = {"type": "function", "function": {"name": "get_weather"}}
 PARIS = call("get_weather", city="Paris")
+TEAMS: Any = [{"value": "post"}, {"value": True}, {"value": "post office"}]
+LATE: Any = [{"label": "on time"}, {"label": "late", "description": "by a day"}]
 
 
 class Person(BaseModel):
@@ -183,6 +185,51 @@ def sessions() -> None:
             continue
         error = refused(openai.BadRequestError, lambda body=body: turn("x", extra_body=body))
         expect(error.param, f"kv_hints.actions[0].payload.directives[0].{field}")
+
+
+@features.feature("cost")
+def cost() -> None:
+    def priced(usage: Any) -> float:
+        cached = usage.prompt_tokens_details.cached_tokens
+        plain = usage.prompt_tokens - cached
+        return round((plain * 2 + cached * 0.5 + usage.completion_tokens * 8) / 1e6, 12)
+
+    options = {"include_usage": True}
+    whole = chat(say("How much?")).usage
+    *_, last = chat(say("How much?"), stream=True, stream_options=options)
+    expect((whole.cost, last.usage.cost), (priced(whole), priced(last.usage)))
+
+
+if hasattr(client, "decisions"):  # not in openai 2
+
+    @features.feature("decisions")
+    def decisions() -> None:
+        asked: Any = [
+            {"type": "predicate", "instructions": "A parcel arrived."},
+            {"type": "choice", "name": "team", "instructions": "Who?", "choices": TEAMS},
+            {"type": "score", "instructions": "How late?", "levels": LATE},
+        ]
+        answers = client.decisions.create(model=MODEL, input="It came.", questions=asked).answers
+        expect([each.type for each in answers], ["predicate", "choice", "score"])
+        assert 0 < answers[0].probability < 1
+        shares = {each.value: each.probability for each in answers[1].probabilities}
+        expect((answers[1].name, [*shares]), ("team", ["post", True, "post office"]))
+        expect(answers[1].confidence, shares[answers[1].choice])
+        assert abs(sum(shares.values()) - 1) < 1e-6, shares
+        assert 0 <= answers[2].score <= 1
+        asked[1]["choices"] = TEAMS[:1]
+        error = refused(
+            openai.BadRequestError,
+            lambda: client.decisions.create(model=MODEL, input="It came.", questions=asked),
+        )
+        expect(error.param, "questions[1].choices")
+        impatient = client.with_options(timeout=0.001, max_retries=0)
+        many: Any = [{"type": "predicate", "instructions": f"Claim {n}."} for n in range(400)]
+        refused(
+            openai.APITimeoutError,
+            lambda: impatient.decisions.create(model=MODEL, input=PREFIX, questions=many),
+        )
+        expect(chat(say("Still here.")).choices[0].message.content, "Still here.")
 
 
 @features.feature("tool loop")

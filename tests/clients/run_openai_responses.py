@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from importlib.util import find_spec
 from typing import Any
 
 import openai
@@ -304,6 +305,49 @@ def cache_breakpoints() -> None:
         lambda: client.responses.create(model=MODEL, input="Hi", extra_body=body(ttl="1h")),
     )
     expect(error.param, "prompt_cache_options.ttl")
+
+
+@features.feature("cost")
+def cost() -> None:
+    with client.responses.stream(model=MODEL, input=say("How much?")) as stream:
+        stream.until_done()
+        usage: Any = stream.get_final_response().usage
+    cached = usage.input_tokens_details.cached_tokens
+    plain = usage.input_tokens - cached
+    wanted = (plain * 2 + cached * 0.5 + usage.output_tokens * 8) / 1e6
+    expect(usage.cost, round(wanted, 12))
+
+
+if find_spec("websockets"):  # not where openai 2 is
+
+    @features.feature("websocket")
+    def websocket() -> None:
+        with client.responses.connect() as connection:
+
+            def turn(**fields: Any) -> Any:
+                connection.response.create(model=MODEL, **fields)
+                events = []
+                for event in connection:
+                    events.append(event)
+                    if event.type in ("response.completed", "error"):
+                        return events
+                raise AssertionError("the connection ended")
+
+            *events, last = turn(input=say("Over the wire."), stream_id="a")
+            deltas = [e.delta for e in events if e.type == "response.output_text.delta"]
+            expect("".join(deltas), "Over the wire.")
+            expect({e.stream_id for e in [*events, last]}, {"a"})
+            warm = turn(input=PREFIX, generate=False, store=False)[-1].response
+            expect((warm.output, warm.usage.output_tokens), ([], 0))
+            then = turn(input=say("Warm."), previous_response_id=warm.id)[-1].response
+            expect(then.output_text, "Warm.")
+            assert then.usage.input_tokens_details.cached_tokens > 200, then.usage
+            [error] = turn(input="Hi", temperature=-1)
+            expect((error.type, error.status, error.error.param), ("error", 400, "temperature"))
+        with client.responses.connect() as connection:  # it is left before its answer
+            connection.response.create(model=MODEL, input=say("One two three four five."))
+            expect(connection.recv().type, "response.created")
+        expect(ask(say("Still here.")).output_text, "Still here.")
 
 
 @features.feature("forced tool")

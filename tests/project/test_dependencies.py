@@ -153,13 +153,16 @@ def test_what_the_server_uses_of_private_parts_is_there() -> None:
     import h11
     from h11._writers import ChunkedWriter, ContentLengthWriter
     from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
+    from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
     from uvicorn.server import Server
 
     for owner, names in {
         H11Protocol: {
             "connection_made", "connection_lost", "data_received", "handle_events",
             "pause_writing", "resume_writing", "send_400_response", "timeout_keep_alive_handler",
+            "_should_upgrade",
         },
+        WebSocketsSansIOProtocol: {"keepalive_timeout"},
         RequestResponseCycle: {"run_asgi", "send", "receive"},
         Server: {"capture_signals", "startup", "shutdown"},
         h11.Connection: {"send", "trailing_data", "our_state", "their_state"},
@@ -214,5 +217,5 @@ def test_every_extra_is_explained_where_it_is_installed() -> None:
 def test_nothing_is_declared_that_is_not_imported() -> None:
     used = set().union(*(imported(each) for each in ("radix_cache", "core", "draft", "api")))
     names = {DISTRIBUTIONS.get(module, module).lower() for module in used}
-    by_name, of_bench = "uvloop", "httptools"
-    assert declared(PROJECT["dependencies"]) - names <= {by_name, of_bench}
+    by_name, of_bench, of_uvicorn = "uvloop", "httptools", "websockets"
+    assert declared(PROJECT["dependencies"]) - names <= {by_name, of_bench, of_uvicorn}

@@ -154,6 +154,7 @@ class MessageUsage(Struct, kw_only=True):
     normalized: list[str] | UnsetType = UNSET  # --normalize rules that changed the prompt
     evicted_tokens: int | UnsetType = UNSET  # answer tokens whose KV was evicted (--kv-evict)
     speculation: SpeculationUsage
+    cost: float | UnsetType = UNSET  # only with --prices
     cache_explanation: Free | UnsetType = UNSET  # the cause of a cache miss, if requested
     iterations: list[Iteration] | UnsetType = UNSET  # if the conversation was compacted
 

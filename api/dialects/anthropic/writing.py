@@ -173,5 +173,6 @@ class MessageWriter(AnswerWriter[ChatAnswer]):
             spliced_tokens=usage.spliced_tokens,
             normalized=[*usage.normalized] or UNSET,
             speculation=speculation_body(usage),
+            cost=UNSET if is_start else self.service.cost(usage, written),
             cache_explanation=UNSET if found is None else found.body(),
         )

@@ -22,6 +22,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 import msgspec
+from msgspec import Raw
 
 from ....core.errors import DeadlineExceeded, EngineDead, QueueFull, Unavailable
 from ...serving.dialect import Dialect
@@ -239,7 +240,8 @@ class LineRunner:
             body.priority = most
         reply = await dialect.submit(body)
         try:
-            return await reply.whole()
+            whole = await reply.whole()
+            return Raw(whole) if isinstance(whole, bytes) else whole  # bytes are JSON already
         finally:
             reply.close()
 

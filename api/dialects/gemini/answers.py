@@ -84,7 +84,7 @@ class ModalityTokens(Struct, kw_only=True, rename="camel"):
 
 
 class UsageMetadata(Struct, kw_only=True, rename="camel"):
-    """Token counts of an answer. ``speculation`` is an extension."""
+    """Token counts of an answer. ``speculation`` and ``cost`` are extensions."""
 
     prompt_token_count: int
     candidates_token_count: int
@@ -92,6 +92,7 @@ class UsageMetadata(Struct, kw_only=True, rename="camel"):
     cached_content_token_count: int
     prompt_tokens_details: list[ModalityTokens]
     speculation: SpeculationUsage | Unset = UNSET
+    cost: float | Unset = UNSET  # only with --prices
 
 
 class GenerateAnswer(Struct, kw_only=True, rename="camel"):

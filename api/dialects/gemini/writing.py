@@ -134,4 +134,5 @@ class CandidateWriter(AnswerWriter[ChatAnswer]):
             total_token_count=usage.prompt_tokens + usage.completion_tokens,
             cached_content_token_count=usage.cached_tokens,
             speculation=speculation_body(usage),
+            cost=self._service.cost(usage),
         )

@@ -50,6 +50,7 @@ class UsageBody(Struct, kw_only=True):
     # tokens of the answer whose KV was evicted (--kv-evict)
     evicted_tokens: int | UnsetType = UNSET
     speculation: SpeculationUsage
+    cost: float | UnsetType = UNSET  # only with --prices
     cache_explanation: Free | UnsetType = UNSET  # the cause of a cache miss, if requested
     # one explanation per prompt, if a request has several
     cache_explanations: list[Free | None] | UnsetType = UNSET

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from ...serving.dialect import Api
 from ..batches.routes import BatchRoutes, FileRoutes
+from ..decisions.routes import DecisionsRoute
+from ..pooled.generative import GenerativeScoringRoute
 from ..pooled.routes import EmbeddingsRoute, RerankRoute, ScoreRoute
 from ..responses.routes import (
     CompactRoute,
@@ -22,6 +24,8 @@ OPENAI = Api(
         EmbeddingsRoute,
         RerankRoute,
         ScoreRoute,
+        GenerativeScoringRoute,
+        DecisionsRoute,
         ResponsesRoute,
         ChatRender,
         CompletionsRender,

@@ -61,7 +61,9 @@ class Head:
         }
 
 
-def usage_body(usage: Usage, breakpoints: Breakpoints | None = None) -> UsageBody:
+def usage_body(
+    usage: Usage, breakpoints: Breakpoints | None = None, cost: float | UnsetType = UNSET
+) -> UsageBody:
     """Return ``usage``, with details of the cache, the prediction and speculation.
 
     ``breakpoints``: the prompt's pins, for the lifetimes of what was written to the cache.
@@ -89,6 +91,7 @@ def usage_body(usage: Usage, breakpoints: Breakpoints | None = None) -> UsageBod
         moves=usage.moves,
         evicted_tokens=usage.evicted_tokens or UNSET,
         speculation=speculation_body(usage),
+        cost=cost,
     )
 
 
@@ -239,7 +242,8 @@ class Writer(AnswerWriter[A], Generic[A, C, D]):
         """Return a chunk with these choices. ``more``: other fields of the chunk."""
         usage = None
         if self._reports_usage:  # The engine may have computed more tokens than were sent.
-            usage = usage_body(replace(self._usage_so_far(), completion_tokens=self._num_sent))
+            so_far = replace(self._usage_so_far(), completion_tokens=self._num_sent)
+            usage = usage_body(so_far, cost=self._service.cost(so_far))
         return self._event(choices, usage, **more)
 
     def end(self, answer: A) -> Iterator[bytes]:
@@ -260,7 +264,7 @@ class Writer(AnswerWriter[A], Generic[A, C, D]):
 
     def usage(self, usage: Usage) -> UsageBody:
         """Return ``usage``, with an explanation of cache misses for each prompt if requested."""
-        spent = usage_body(usage, self.breakpoints)
+        spent = usage_body(usage, self.breakpoints, self._service.cost(usage))
         if not self._explains:
             return spent
         found = [self._service.llm.explain(each) for each in self.prompt_ids]

@@ -17,6 +17,7 @@ class PooledUsage(Struct, kw_only=True):
     prompt_tokens: int
     total_tokens: int
     prompt_tokens_details: PooledPromptDetails
+    cost: float | UnsetType = UNSET  # only with --prices
 
 
 class EmbeddingBody(Struct, kw_only=True):

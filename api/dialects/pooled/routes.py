@@ -52,9 +52,7 @@ class EmbeddingsRoute(Dialect[EmbeddingsRequest]):
             name=entry_names("input", len(inputs)),
             cache=cache_of(body),
         )
-        return PooledReply(
-            prompts, lambda pooled: embeddings_body(pooled, body, self.service.model)
-        )
+        return PooledReply(prompts, lambda pooled: embeddings_body(self.service, pooled, body))
 
 
 class RerankRoute(Dialect[RerankRequest]):
@@ -105,7 +103,7 @@ class RerankRoute(Dialect[RerankRequest]):
             id=f"rerank-{random_id()}",
             model=self.service.model,
             results=results,
-            usage=usage_body(pooled),
+            usage=usage_body(self.service, pooled),
         )
 
 
@@ -145,5 +143,5 @@ class ScoreRoute(Dialect[ScoreRequest]):
                 ScoreBody(index=index, score=score_of(each.numbers))
                 for index, each in enumerate(pooled)
             ],
-            usage=usage_body(pooled),
+            usage=usage_body(self.service, pooled),
         )

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from ...runtime.pooled.embedder import unit_vector
 from ...runtime.pooled.pooled_prompts import Pooled
+from ...serving.serving_context import Service
 from ...types.results import batch_usage
 from .answers import (
     EmbeddingBody,
@@ -23,18 +24,19 @@ from .answers import (
 from .bodies import EmbeddingsRequest
 
 
-def usage_body(pooled: Sequence[Pooled]) -> PooledUsage:
+def usage_body(service: Service, pooled: Sequence[Pooled]) -> PooledUsage:
     """Return the ``usage`` of all prompts."""
     usage = batch_usage([each.usage for each in pooled])
     return PooledUsage(
         prompt_tokens=usage.prompt_tokens,
         total_tokens=usage.prompt_tokens,
         prompt_tokens_details=PooledPromptDetails(cached_tokens=usage.cached_tokens),
+        cost=service.cost(usage),
     )
 
 
 def embeddings_body(
-    pooled: Sequence[Pooled], body: EmbeddingsRequest, model: str
+    service: Service, pooled: Sequence[Pooled], body: EmbeddingsRequest
 ) -> dict[str, object]:
     """Return the fields of an `EmbeddingsBody`, with each vector already encoded as JSON.
 
@@ -42,7 +44,7 @@ def embeddings_body(
     run in between.
     """
     data = [Raw(_vector_json(index, each, body)) for index, each in enumerate(pooled)]
-    whole = EmbeddingsBody(data=[], model=model, usage=usage_body(pooled))
+    whole = EmbeddingsBody(data=[], model=service.model, usage=usage_body(service, pooled))
     return {**msgspec.structs.asdict(whole), "data": data}
 
 

@@ -140,6 +140,7 @@ class ResponseUsage(Struct, kw_only=True):
     moves: int  # number of times the request moved to another replica after its own was lost
     evicted_tokens: int | UnsetType = UNSET  # answer tokens whose KV was evicted (--kv-evict)
     speculation: SpeculationUsage
+    cost: float | UnsetType = UNSET  # only with --prices
     cache_explanation: Free | UnsetType = UNSET  # the cause of a cache miss, if requested
     compaction: CompactionUsage | UnsetType = UNSET  # if the conversation was compacted
 

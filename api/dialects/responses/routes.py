@@ -19,8 +19,8 @@ from ...serving.paging import page_limit
 from ...serving.render import Rendered, render_chat
 from ...serving.sampling import is_prewarm
 from ...serving.serving_context import Service
-from ...serving.sse import ReadyReply, Reply
-from ...types.request_context import owner_of
+from ...serving.sse import EventStream, ReadyReply, Reply
+from ...types.request_context import at_close, owner_of
 from ...types.shares import Owner
 from ..openai.bodies import Message
 from ..openai.breakpoints import with_breakpoints
@@ -135,8 +135,10 @@ class ResponsesRoute(ResponsesDialect):
         is_stored = body.store is not False
 
         def keep(response: ResponseBody, answer_ids: Sequence[int]) -> None:
-            if is_stored:
-                self.store.put(owner, response, kept_items(items), answer_ids)
+            # A later response on the same connection may continue one that is not stored.
+            if is_stored or at_close(lambda: self._forget(owner, response.id)):
+                kept = kept_items(items)
+                self.store.put(owner, response, kept, answer_ids, is_shown=is_stored)
 
         is_asked = bool(items) and items[-1].type == TRIGGER
         is_due = not is_prewarm(body) and await self.compactor.is_due(body, thread, chat)
@@ -162,6 +164,9 @@ class ResponsesRoute(ResponsesDialect):
             raise
         return ResponseReply(self.service, writer, answer)
 
+    def _forget(self, owner: Owner, response_id: str) -> None:
+        self.store.delete(owner, response_id)
+
 
 class CompactRoute(ResponsesDialect):
     """Compact a conversation: the model summarizes it, and a compaction item replaces it."""
@@ -178,7 +183,7 @@ class CompactRoute(ResponsesDialect):
         item = Item(
             type="compaction", id=done.item.id, encrypted_content=done.item.encrypted_content
         )
-        usage = response_usage(done.spent, 0)
+        usage = response_usage(done.spent, 0, cost=self.service.cost(done.spent))
         usage.compaction = done.usage
         return ReadyReply(
             CompactedResponse(
@@ -194,16 +199,33 @@ class KeptResponses(Endpoints):
         super().__init__(service)
         self.store = response_store(service)
 
-    @get("/v1/responses/{id}", ResponseBody, query=STORED, errors=(404,))
+    @get(
+        "/v1/responses/{id}",
+        ResponseBody,
+        query=("stream", "starting_after", *STORED),
+        errors=(404,),
+        events=StreamEvent,
+        events_media="text/event-stream",
+    )
     async def retrieve(self, request: Request) -> Response:
-        """Return a stored response."""
-        if request.query_params.get("stream") == "true":
-            raise InvalidRequest("stream is not supported by this route", param="stream")
+        """Return a stored response; with ``stream`` the events of a stream that can be resumed."""
+        after = _starting_after(request)
+        if _wants_stream(request):
+            return self._resumed(request, after)
         owner, response_id = _named(request)
         found = self.store.get(owner, response_id)
         if found is None:
             raise _unknown(response_id)
         return JsonResponse(found)
+
+    def _resumed(self, request: Request, after: int) -> Response:
+        """Return the events after number ``after``. Raises `InvalidRequest` and `ApiError` 404."""
+        streams = self.service.streams
+        if streams is None:
+            raise InvalidRequest("stream needs a server with --resume-seconds", param="stream")
+        reader = streams.attach(request.path_params["id"], after + 1)
+        seconds = self.service.settings.limits.ping_seconds
+        return EventStream(reader.events(), close=reader.close, ping_seconds=seconds)
 
     @delete("/v1/responses/{id}", Deleted, query=STORED, errors=(404,))
     async def delete(self, request: Request) -> Response:
@@ -233,6 +255,21 @@ class KeptResponses(Endpoints):
 def _named(request: Request) -> tuple[Owner, str]:
     owner = owner_of(request.query_params.get("cache_salt"))
     return owner, request.path_params["id"]
+
+
+def _wants_stream(request: Request) -> bool:
+    given = request.query_params.get("stream", "false")
+    if given not in ("true", "false"):
+        raise InvalidRequest("stream must be true or false", param="stream")
+    return given == "true"
+
+
+def _starting_after(request: Request) -> int:
+    """Return the number of the last event that the client has; -1 if it has none."""
+    given = request.query_params.get("starting_after", "-1")
+    if given != "-1" and not (given.isascii() and given.isdecimal() and len(given) < 16):
+        raise InvalidRequest("starting_after must be at least -1", param="starting_after")
+    return int(given)
 
 
 def _unknown(response_id: str) -> ApiError:

@@ -37,6 +37,7 @@ class Kept:
     outputs: bytes
     answer_ids: bytes  # int32 token ids of all outputs
     item_ids: tuple[str, ...]
+    is_shown: bool = True  # whether clients can read it, and not only continue it
 
     @property
     def num_bytes(self) -> int:
@@ -95,11 +96,14 @@ class ResponseStore:
         response: ResponseBody,
         inputs: Sequence[Item],
         answer_ids: Sequence[int] = (),
+        *,
+        is_shown: bool = True,
     ) -> None:
         """Store a response with its input items. O(items of its conversation).
 
         An input item whose id already occurs in the conversation gets a new id. ``answer_ids``:
-        token ids of the output, if they can be rendered in place of its text.
+        token ids of the output, if they can be rendered in place of its text. ``is_shown``: whether
+        `get` and `inputs` know it.
         """
         response_id, previous_id = response.id, response.previous_response_id
         inputs = _renamed(inputs, self._item_ids(owner, previous_id))
@@ -111,6 +115,7 @@ class ResponseStore:
             msgspec.json.encode(response.output),
             array("i", answer_ids).tobytes(),
             tuple(item.id for item in known if item.id is not None),
+            is_shown,
         )
         self.delete(owner, response_id)
         self._expire()
@@ -125,7 +130,7 @@ class ResponseStore:
         """Return the response as it was sent; None if it is unknown."""
         self._expire()
         found = self._kept.get((owner, response_id))
-        return None if found is None else Raw(found.response)
+        return None if found is None or not found.is_shown else Raw(found.response)
 
     def delete(self, owner: Owner, response_id: str) -> bool:
         """Delete a response. Return whether it was stored. Later responses can no longer be
@@ -159,7 +164,8 @@ class ResponseStore:
         Turns before one that is no longer stored are left out.
         """
         self._expire()
-        if (owner, response_id) not in self._kept:
+        found = self._kept.get((owner, response_id))
+        if found is None or not found.is_shown:
             return None
         last, *earlier = self._path(owner, response_id)
         items: list[Item] = []

@@ -139,7 +139,12 @@ class ResponseWriter(AnswerWriter[ChatAnswer]):
             completed_at=int(time()) if status == "completed" else None,
             incomplete_details=IncompleteDetails() if status == "incomplete" else None,
             output=self._output.items,
-            usage=response_usage(usage, self._output.num_reasoning_tokens, self._breakpoints),
+            usage=response_usage(
+                usage,
+                self._output.num_reasoning_tokens,
+                self._breakpoints,
+                self._service.cost(usage),
+            ),
         )
 
     def _explain(self, response: ResponseBody) -> None:
@@ -164,6 +169,11 @@ class ResponseReply(AnswerReply[ChatAnswer]):
     """The answer to one request."""
 
     _writer: ResponseWriter
+
+    @property
+    def name(self) -> str:
+        """The id of the response: its events have sequence numbers."""
+        return self._writer.id
 
     async def events(self) -> AsyncGenerator[bytes]:
         """Yield the answer as events.
@@ -226,10 +236,13 @@ def _applied(options: PromptCacheOptions | None) -> AppliedCacheOptions | UnsetT
 
 
 def response_usage(
-    usage: Usage, num_reasoning_tokens: int, breakpoints: Breakpoints | None = None
+    usage: Usage,
+    num_reasoning_tokens: int,
+    breakpoints: Breakpoints | None = None,
+    cost: float | UnsetType = UNSET,
 ) -> ResponseUsage:
     """Return ``usage`` in this API's form, with the extra fields of chat completions."""
-    spent = usage_body(usage, breakpoints)
+    spent = usage_body(usage, breakpoints, cost)
     details = asdict(spent.completion_tokens_details)
     return ResponseUsage(
         input_tokens=spent.prompt_tokens,
@@ -241,6 +254,7 @@ def response_usage(
         moves=spent.moves,
         evicted_tokens=spent.evicted_tokens,
         speculation=spent.speculation,
+        cost=cost,
     )
 
 

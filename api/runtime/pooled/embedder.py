@@ -75,7 +75,7 @@ class Embedder:
             len(inputs),
             prompt_of,
             params,
-            HIDDEN_STATE,
+            lambda _: HIDDEN_STATE,
             cache=cache,
             keeps_ids=keeps_ids,
         )

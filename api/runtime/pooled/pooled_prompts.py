@@ -54,6 +54,9 @@ def entry_names(param: str, count: int) -> Callable[[int], str]:
 class PooledPrompts:
     """A call of ``count`` prompts, computed by `read`. Its owner must `close` it in a ``finally``.
 
+    ``prompt_of`` and ``pooling_of`` return the token ids of a prompt and what to read, from its
+    index.
+
     Prompts are prepared and submitted only while fewer prompts of the call run than may run at
     once, so that the queue stays available to other callers and memory does not grow with
     ``count``. A call whose first prompt finds the queue full is refused; later prompts wait for
@@ -66,13 +69,13 @@ class PooledPrompts:
         count: int,
         prompt_of: PromptOf,
         params: SamplingParams,
-        pooling: Pooling,
+        pooling_of: Callable[[int], Pooling],
         *,
         cache: CacheOptions = DEFAULT_CACHE,
         keeps_ids: bool = False,
     ) -> None:
         self._llm, self._count, self._prompt_of = llm, count, prompt_of
-        self._params, self._pooling, self._cache = params, pooling, cache
+        self._params, self._pooling_of, self._cache = params, pooling_of, cache
         self._keeps_ids = keeps_ids
         self._id = f"pool-{random_id()}"
         self._open: dict[int, Answer] = {}
@@ -139,7 +142,7 @@ class PooledPrompts:
                         self._params,
                         request_id=f"{self._id}-{index}",
                         cache=self._cache,
-                        pooling=self._pooling,
+                        pooling=self._pooling_of(index),
                     )
                 except QueueFull as full:
                     if not self._is_accepted:

@@ -76,7 +76,7 @@ class Reranker:
         """
         writer = PairWriter(self, pairs, params, instruct, self.pooling(), name, query_name)
         return PooledPrompts(
-            self._llm, len(pairs), writer.prompt, params, writer.pooling, cache=cache
+            self._llm, len(pairs), writer.prompt, params, lambda _: writer.pooling, cache=cache
         )
 
     def pooling(self) -> Pooling:

@@ -56,12 +56,24 @@ class AuthMiddleware:
         offered = _key_digests(scope)
         known = _known_key(self._callers, offered)
         state["is_admin"] = self._all_are_admins or known in self._admins
-        refusal = self._malformed(scope) or self._unwelcome(scope, known)
+        refusal = self.refusal(scope, known)
         answer = self.app if refusal is None else error_response(scope, refusal)
         context = CONTEXT.get()
         if context is not None:
             context.caller = known or next(iter(offered), NOBODY)
         await answer(scope, receive, send)
+
+    def refusal(self, scope: Scope, known: bytes | None) -> ApiError | None:
+        """Return the error for a request that is refused; None if it is allowed.
+
+        ``known``: the configured key that the request has.
+        """
+        return self._malformed(scope) or self._unwelcome(scope, known)
+
+    def handshake_refusal(self, scope: Scope) -> ApiError | None:
+        """Return the error for a WebSocket's handshake that is refused, as for a GET request."""
+        request = {**scope, "method": "GET"}
+        return self.refusal(request, _known_key(self._callers, _key_digests(request)))
 
     def _malformed(self, scope: Scope) -> ApiError | None:
         if scope["http_version"] not in VERSIONS:

@@ -25,6 +25,6 @@ class UnderPath:
             location = {"location": f"{self._root}/"}
             await Response(status_code=308, headers=location)(scope, receive, send)
             return
-        if scope["type"] == "http" and scope["path"].startswith(f"{self._root}/"):
+        if scope["type"] != "lifespan" and scope["path"].startswith(f"{self._root}/"):
             scope["path"] = scope["path"].removeprefix(self._root)
         await self.app(scope, receive, send)

@@ -49,6 +49,8 @@ QUERY: Mapping[str, Schema] = {
     "purpose": TEXT_FIELD,
     "previous_id": TEXT_FIELD,
     "response_id": {"type": "string", "minLength": 1},
+    "starting_after": {"type": "integer", "minimum": -1},
+    "stream": {"type": "boolean"},
 }
 """Query parameters by name."""
 

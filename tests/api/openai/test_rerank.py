@@ -227,3 +227,50 @@ def test_a_model_without_a_template_or_the_two_tokens_cannot_rerank(tmp_path: Pa
         with pytest.raises(InvalidRequest, match='lacks a token "yes" or "no"') as caught:
             llm.rerank(SHORT, DOCUMENTS)
         assert caught.value.param == "model"
+
+
+@torch.inference_mode()
+def next_token(reranker: TinyModel, token_ids: list[int]) -> torch.Tensor:
+    """Log-probabilities of the next token, by transformers."""
+    logits = reranker.model(torch.tensor([token_ids])).logits[0, -1].double()
+    return torch.log_softmax(logits, dim=-1)
+
+
+@pytest.mark.parametrize("item_first", [False, True])
+def test_items_are_scored_by_the_next_token(
+    server: Any, reranker: TinyModel, item_first: bool
+) -> None:
+    labels, items = [5, 9, 12], ["bears", "a swallow"]
+    body: dict[str, Any] = {"query": "sleeps?", "items": items, "label_token_ids": labels}
+    body["item_first"] = item_first
+    texts = [each + "sleeps?" if item_first else "sleeps?" + each for each in items]
+    rows = [next_token(reranker, reranker.tokenizer.encode(text))[labels] for text in texts]
+    for softmax in (None, False):
+        url = f"{server.url}/generative_scoring"
+        answer = httpx.post(url, json=body | {"apply_softmax": softmax}).raise_for_status().json()
+        wanted = [float(row[0].exp() / (row.exp().sum() if softmax is None else 1)) for row in rows]
+        assert is_near([each["score"] for each in answer["data"]], wanted)
+    encode = reranker.tokenizer.encode
+    ids = {"query": encode("sleeps?"), "items": [encode(each) for each in items]}
+    by_ids = httpx.post(url, json=body | ids).raise_for_status().json()
+    assert len(by_ids["data"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"label_token_ids": []}, "label_token_ids"),
+        ({"label_token_ids": [10**6]}, "label_token_ids"),
+        ({"label_token_ids": None}, "label_token_ids"),
+        ({"items": []}, "items"),
+        ({"items": ["a", [3]]}, "items[1]"),
+        ({"items": ["a b" * 3000, "a"]}, "items[0]"),
+        ({"query": 3}, "query"),
+    ],
+)
+def test_a_bad_scoring_is_refused_by_its_field(
+    server: Any, fields: dict[str, Any], param: str
+) -> None:
+    body = {"query": "a", "items": ["b"], "label_token_ids": [3]} | fields
+    answer = httpx.post(f"{server.url}/generative_scoring", json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text

@@ -41,7 +41,7 @@ def prompts_of(llm: AsyncLLM, count: int = 20, made: list[int] | None = None) ->
             made.append(index)
         return await llm.check(MANY[index], pool_params(), pooling=Pooling())
 
-    return PooledPrompts(llm, count, prompt_of, pool_params(), Pooling())
+    return PooledPrompts(llm, count, prompt_of, pool_params(), lambda _: Pooling())
 
 
 async def turns(count: int = 50) -> None:

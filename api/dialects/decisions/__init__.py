@@ -1,0 +1,1 @@
+"""/v1/decisions: OpenAI's Decisions API."""

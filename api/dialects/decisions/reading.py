@@ -1,0 +1,67 @@
+"""Read the conversation of a body of /v1/decisions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from ....core.errors import InvalidRequest
+from ...runtime.conversation.chat_input import ChatInput
+from ...runtime.conversation.tools import read_cache
+from ...runtime.decisions.questions import JsonPart
+from ...types.sampling_params import SamplingParams
+from ..openai.reading import plain_messages, read_images, read_paths
+from ..responses.bodies import Item
+from ..responses.items import read_items, to_messages
+from .bodies import DecisionsRequest
+
+JSON_KIND = "input_json"
+
+
+def read_conversation(body: DecisionsRequest, params: SamplingParams) -> ChatInput:
+    """Return the input as a conversation. Raises `InvalidRequest` naming the field."""
+    given = body.input
+    if not given:
+        raise InvalidRequest("input must not be empty", param="input")
+    if not isinstance(given, str):
+        given = [_with_texts(item, f"input[{index}]") for index, item in enumerate(given)]
+    messages = to_messages(read_items(given, lambda _: None))
+    if not messages:
+        raise InvalidRequest("input must have a message", param="input")
+    return ChatInput(
+        messages=plain_messages(messages),
+        images=read_images(messages),
+        paths=read_paths(messages),
+        params=params,
+        cache=read_cache(body.cache, None, body.prompt_cache_options),
+        cache_key=body.prompt_cache_key,
+    )
+
+
+def _with_texts(item: Item, path: str) -> Item:
+    """Return the item with its parts of JSON as parts of text."""
+    content = item.content
+    if not isinstance(content, list) or not any(map(_is_json, content)):
+        return item
+    return msgspec.structs.replace(item, content=_texts(content, f"{path}.content"))
+
+
+def _texts(parts: Sequence[Any], path: str) -> list[Any]:
+    texts = []
+    for index, part in enumerate(parts):
+        if not _is_json(part):
+            texts.append(part)
+            continue
+        try:
+            read = msgspec.convert(part, JsonPart)
+        except msgspec.ValidationError as error:
+            where = f"{path}[{index}]"
+            raise InvalidRequest(f"{where}: {error}", param=where) from None
+        texts.append({"type": "input_text", "text": read.text})
+    return texts
+
+
+def _is_json(part: object) -> bool:
+    return isinstance(part, dict) and part.get("type") == JSON_KIND

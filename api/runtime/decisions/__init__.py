@@ -1,0 +1,1 @@
+"""Decisions: questions about one input, answered by the probabilities of listed labels."""

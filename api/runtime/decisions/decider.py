@@ -1,0 +1,220 @@
+"""Decider: asks questions about one input and reads the probabilities of their labels."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ....core.errors import InvalidRequest, PromptTooLong
+from ....core.interface.request import Usage
+from ....core.interface.sampling import Pooling
+from ...parsing.reasoning import ThinkingState
+from ...types.results import Decisions
+from ...types.sampling_params import SamplingParams
+from ..chat import ChatClient
+from ..conversation.chat_input import ChatInput
+from ..conversation.conversation_tokens import TAIL_IDS
+from ..engine_client import EngineClient
+from ..pooled.pooled_prompts import Pooled, PooledPrompts
+from .labels import Ids, LabelTree, Read
+from .questions import Question
+
+MAX_READS = 2**14  # rows of one call
+TEMPLATE_OPTIONS = {"add_generation_prompt": True, "enable_thinking": False}
+
+
+class Row(NamedTuple):
+    """A read of one question, by the question's index."""
+
+    question: int
+    read: Read
+
+
+class Decider:
+    """Asks questions about a conversation.
+
+    Each question is the last message of a prompt of its own. The conversation precedes it, so its
+    tokens are computed once and shared through the prefix cache. No token is generated: the
+    log-probabilities of labels are read from the last row of a prompt.
+    """
+
+    def __init__(self, chat: ChatClient, llm: EngineClient) -> None:
+        self._chat, self._llm = chat, llm
+
+    async def open(
+        self, chat: ChatInput, questions: Sequence[Question], params: SamplingParams
+    ) -> Deciding:
+        """Return the prompts of the questions about a conversation, which `Deciding` reads.
+
+        A prompt is written just before it runs. Raises `InvalidRequest`, which names the question,
+        if the tokens of its labels do not differ, for labels that need too many reads, and for
+        images.
+        """
+        for image in chat.images:
+            raise InvalidRequest(f"{image.param}: images are not supported", param=image.param)
+        trees = await self._trees(questions)
+        rows = [Row(index, read) for index, tree in enumerate(trees) for read in tree.reads]
+        if len(rows) > MAX_READS:
+            message = f"the labels of all questions need {len(rows)} reads, more than {MAX_READS}"
+            raise InvalidRequest(message, param="questions")
+        rows.sort(key=lambda row: len(row.read.prefix))  # first the rows whose pages others share
+        prompts = _Prompts(self._chat, self._llm, chat, questions, params, rows)
+        return Deciding(prompts, questions, trees, rows)
+
+    async def _trees(self, questions: Sequence[Question]) -> list[LabelTree]:
+        tokenizer = self._llm.tokenizer
+        labels = [each.labels() for each in questions]
+        num_chars = sum(len(label) for listed in labels for label in listed)
+        known: dict[str, Ids] = {}
+
+        def encode() -> list[LabelTree]:
+            return [_tree(index, listed) for index, listed in enumerate(labels)]
+
+        def _tree(index: int, listed: Sequence[str]) -> LabelTree:
+            for label in listed:
+                if label not in known:
+                    literal = tokenizer.names_special(label)
+                    known[label] = tuple(tokenizer.encode_after(label, is_literal=literal))
+            try:
+                return LabelTree([known[label] for label in listed])
+            except ValueError as error:
+                param = f"questions[{index}]"
+                raise InvalidRequest(f"{param}: {error}", param=param) from None
+
+        return await tokenizer.work(num_chars, encode, "questions")
+
+
+class Deciding:
+    """A call whose answers `decide` computes once ``prompts`` are read.
+
+    Its owner must close ``prompts`` in a ``finally``.
+    """
+
+    def __init__(
+        self,
+        writer: _Prompts,
+        questions: Sequence[Question],
+        trees: Sequence[LabelTree],
+        rows: Sequence[Row],
+    ) -> None:
+        self.prompts = writer.pooled()
+        self._writer, self._questions, self._trees, self._rows = writer, questions, trees, rows
+
+    @property
+    def num_reads(self) -> int:
+        """Number of rows that are read."""
+        return len(self._rows)
+
+    def prompt_ids(self, question: int) -> list[int]:
+        """Return the token ids of a question's prompt. Available once ``prompts`` are read."""
+        return self._writer.token_ids[question]
+
+    def decide(self, pooled: Sequence[Pooled]) -> Decisions:
+        """Return the answers. ``pooled``: the results of ``prompts``."""
+        found: list[list[Sequence[float]]] = [[] for _ in self._questions]
+        usages: dict[int, Usage] = {}  # usage of each question's first read
+        for row, each in zip(self._rows, pooled, strict=True):
+            found[row.question].append(each.numbers)
+            usages.setdefault(row.question, each.usage)
+        answers = [
+            question.decide(tree.probabilities(numbers))
+            for question, tree, numbers in zip(self._questions, self._trees, found, strict=True)
+        ]
+        prompts = [self.prompt_ids(index) for index in range(len(self._questions))]
+        return Decisions(answers=answers, usage=shared_usage(prompts, list(usages.values())))
+
+
+def shared_usage(prompts: Sequence[list[int]], usages: Sequence[Usage]) -> Usage:
+    """Return the usage of prompts with a common beginning, whose tokens are counted once."""
+    first, last = min(prompts), max(prompts)
+    pairs = enumerate(zip(first, last, strict=False))
+    num_shared = next((at for at, (a, b) in pairs if a != b), min(len(first), len(last)))
+    cached = [usage.cached_tokens for usage in usages]
+    num_tokens = num_shared + sum(len(each) - num_shared for each in prompts)
+    num_cached = min(*cached, num_shared) + sum(max(0, each - num_shared) for each in cached)
+    num_written = sum(usage.cache_write_tokens for usage in usages)
+    return Usage(
+        prompt_tokens=num_tokens,
+        cached_tokens=num_cached,
+        cache_write_tokens=min(num_written, num_tokens - num_cached),
+        queue_time=min(usage.queue_time for usage in usages),
+        time_to_first_token=max(usage.time_to_first_token for usage in usages),
+        total_time=max(usage.total_time for usage in usages),
+    )
+
+
+class _Prompts:
+    """Writer of the prompts of a call's rows. Its errors name the question, or the input."""
+
+    def __init__(
+        self,
+        chat: ChatClient,
+        llm: EngineClient,
+        conversation: ChatInput,
+        questions: Sequence[Question],
+        params: SamplingParams,
+        rows: Sequence[Row],
+    ) -> None:
+        self._chat, self._llm, self._conversation = chat, llm, conversation
+        self._questions, self._params, self._rows = questions, params, rows
+        self.token_ids: dict[int, list[int]] = {}  # token ids of each question's prompt
+
+    def pooled(self) -> PooledPrompts:
+        """Return the prompts, to be read."""
+        cache = self._conversation.cache
+        return PooledPrompts(
+            self._llm, len(self._rows), self._prompt, self._params, self._pooling, cache=cache
+        )
+
+    def _pooling(self, index: int) -> Pooling:
+        return Pooling(self._rows[index].read.token_ids, is_normalized=True)
+
+    async def _prompt(self, index: int) -> Sequence[int]:
+        """Return the checked token ids of one row. Raises `InvalidRequest`."""
+        asked, read = self._rows[index]
+        try:
+            if asked not in self.token_ids:
+                text = self._questions[asked].prompt()
+                self.token_ids[asked] = await self._write(text, f"questions[{asked}]")
+            token_ids = [*self.token_ids[asked], *read.prefix]
+            return await self._llm.check(token_ids, self._params, pooling=self._pooling(index))
+        except InvalidRequest as error:
+            if isinstance(error, PromptTooLong):
+                error.param = f"questions[{asked}]" if await self._has_room() else "input"
+            elif error.param in ("messages", "prompt"):
+                error.param = "input"
+            raise
+
+    async def _has_room(self) -> bool:
+        """Whether the input fits into the context without a question."""
+        try:
+            await self._llm.check(await self._write("", "questions"), self._params)
+        except PromptTooLong:
+            return False
+        return True
+
+    async def _write(self, question: str, path: str) -> list[int]:
+        """Return the token ids of the conversation with a question, up to the answer."""
+        chat = self._conversation
+        paths = [chat.path(index) for index in range(len(chat.messages))]
+        asked = {"role": "user", "content": question}
+        prompt = await self._chat.render(
+            dataclasses.replace(
+                chat,
+                messages=[*chat.messages, asked],
+                paths=[*paths, path],
+                template=TEMPLATE_OPTIONS,
+            )
+        )
+        return [*prompt.token_ids, *self._closing_ids(prompt.token_ids)]
+
+    def _closing_ids(self, prompt_ids: Sequence[int]) -> list[int]:
+        """Return the tokens that close a thought which the chat template has opened."""
+        thinking, tokenizer = self._chat.syntax.thinking, self._llm.tokenizer
+        if thinking is None:
+            return []
+        tail = tokenizer.decode(prompt_ids[-TAIL_IDS:], skip_special_tokens=False)
+        if thinking.state(tail) is not ThinkingState.OPEN:
+            return []
+        return tokenizer.encode_after(f"{thinking.end}\n\n")

@@ -1,0 +1,1 @@
+"""WebSockets: /v1/responses over a connection that stays open."""

@@ -1,0 +1,78 @@
+"""Prices of tokens (``--prices``), and the cost of a request in ``usage.cost``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ...core.config import parse_object
+from ...core.errors import InvalidRequest
+from ...core.interface.request import Usage
+
+PER = 1_000_000  # tokens that a price is for
+DIGITS = 12  # decimal places of a cost
+NAMES = ("input", "cached", "write", "output")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prices:
+    """Prices per million tokens, in any currency.
+
+    - ``input``: prompt tokens neither read from nor written to the prefix cache.
+    - ``cached``: prompt tokens read from the prefix cache.
+    - ``write``: prompt tokens that the request was the first to cache.
+    - ``output``: generated tokens.
+    """
+
+    input: float
+    cached: float
+    write: float
+    output: float
+
+    @classmethod
+    def read(cls, given: str | Mapping[str, float]) -> Prices:
+        """Return the prices in a table or in the text of a JSON object.
+
+        ``cached`` and ``write`` default to the price of input.
+
+        Raises `InvalidRequest`, which names the entry, if ``input`` or ``output`` is missing, for
+        unknown names, and for values that are no finite numbers of at least 0.
+        """
+        table = parse_object("prices", given)
+        for name, price in table.items():
+            if name not in NAMES:
+                raise _wrong(f"prices: unknown entry {name!r} (known: {', '.join(NAMES)})")
+            is_number = isinstance(price, int | float) and not isinstance(price, bool)
+            if not is_number or not 0 <= price < math.inf:
+                raise _wrong(f"prices: {name} must be a number of at least 0, not {price!r}")
+        for name in ("input", "output"):
+            if name not in table:
+                raise _wrong(f"prices: {name} is missing")
+        default = table["input"]
+        return cls(
+            input=default,
+            cached=table.get("cached", default),
+            write=table.get("write", default),
+            output=table["output"],
+        )
+
+    def cost(self, usage: Usage, num_written: int | None = None) -> float:
+        """Return the cost of a request.
+
+        ``num_written``: tokens written to the cache as the API counts them, if not as the engine
+        does.
+        """
+        written = usage.cache_write_tokens if num_written is None else num_written
+        plain = usage.prompt_tokens - usage.cached_tokens - written
+        total = (
+            plain * self.input
+            + usage.cached_tokens * self.cached
+            + written * self.write
+            + usage.completion_tokens * self.output
+        )
+        return round(total / PER, DIGITS)
+
+
+def _wrong(message: str) -> InvalidRequest:
+    return InvalidRequest(message, param="prices")

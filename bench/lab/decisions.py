@@ -1,0 +1,129 @@
+"""Time of many questions about one input: `python -m foretoken.bench.lab.decisions`.
+
+Each kind of question is asked `--questions` times in one call. The baseline generates one token
+for each of the same prompts, submitted together. Both take turns on the same engine, and every
+turn has its own cache salt, so that each computes the input once. A ratio is the time of a call
+over the time of the rows in the same round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ... import AsyncLLM, SamplingParams
+from ...api.runtime.chat import ChatClient
+from ...api.runtime.conversation.chat_input import ChatInput
+from ...api.runtime.decisions.decider import Decider, Deciding
+from ...api.runtime.decisions.questions import read_questions
+from ...api.runtime.pooled.pooled_prompts import pool_params
+from ..common.report import RESULTS, heading, table, write_json
+
+SENTENCE = "The parcel of order {} arrived on time, but its box was open and one cup was broken. "
+CLAIM = "Claim {:03d}: the customer of the message above asks for a new cup."
+KINDS: Mapping[str, Mapping[str, Any]] = {
+    "predicate": {"type": "predicate"},
+    "score, 5 levels": {"type": "score", "levels": [{"label": f"level {at}"} for at in range(5)]},
+    "choice, 4 short labels": {
+        "type": "choice",
+        "choices": [{"value": text} for text in ("red", "blue", "green", "black")],
+    },
+    "choice, 4 long labels": {
+        "type": "choice",
+        "choices": [
+            {"value": f"{text} of the whole order"}
+            for text in ("refund", "replacement", "repair", "refusal")
+        ],
+    },
+}
+_OUT = RESULTS / "decisions.json"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure, print, and write JSON to ``--out``."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="smollm2", help="folder or file of the model (smollm2)")
+    parser.add_argument("--questions", type=int, default=400, help="questions of a call (400)")
+    parser.add_argument("--sentences", type=int, default=12, help="sentences of the input (12)")
+    parser.add_argument("--kinds", nargs="+", default=[*KINDS], choices=KINDS, help="kinds to ask")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds of each kind (5)")
+    parser.add_argument("--threads", type=int, default=2, help="threads of the model (2)")
+    parser.add_argument("--out", type=Path, default=_OUT, help="file to write")
+    options = parser.parse_args(argv)
+    print(*(f"{key}: {value}" for key, value in heading().items()), sep="\n", flush=True)
+    rows = asyncio.run(measured(options))
+    print(table(rows))
+    write_json(options.out, {**heading(), "options": vars(options) | {"out": ""}, "rows": rows})
+
+
+async def measured(options: argparse.Namespace) -> list[dict[str, object]]:
+    """Return the table's rows, one for each kind of question."""
+    config = {
+        "draft": "none",
+        "threads": options.threads,
+        "max_running": options.questions,
+        "max_queued": 4 * options.questions,
+    }
+    async with AsyncLLM(options.model, **config) as llm:
+        decider = Decider(ChatClient(llm), llm)
+        rows = []
+        for name in options.kinds:
+            rows.append(await _kind(llm, decider, name, options))
+            print(rows[-1], flush=True)
+        return rows
+
+
+async def _kind(
+    llm: AsyncLLM, decider: Decider, name: str, options: argparse.Namespace
+) -> dict[str, object]:
+    """Measure one kind of question."""
+    questions = [
+        {**KINDS[name], "instructions": CLAIM.format(index)} for index in range(options.questions)
+    ]
+    found: list[tuple[float, float]] = []
+    for turn in range(options.rounds + 1):  # The first round is not counted.
+        text = "".join(SENTENCE.format(index) for index in range(options.sentences))
+        asked, seconds = await _decided(decider, text, questions, f"decisions {name} {turn}")
+        prompts = [asked.prompt_ids(index) for index in range(len(questions))]
+        found.append((seconds, await _generated(llm, prompts, f"rows {name} {turn}")))
+    ratios = [ours / theirs for ours, theirs in found[1:]]
+    lengths = [len(each) for each in prompts]
+    return {
+        "questions": name,
+        "reads each": asked.num_reads / len(questions),
+        "tokens of a prompt": round(statistics.mean(lengths)),
+        "call, s": round(statistics.median(ours for ours, _ in found[1:]), 3),
+        "rows, s": round(statistics.median(theirs for _, theirs in found[1:]), 3),
+        "call / rows": round(statistics.median(ratios), 3),
+        "lowest": round(min(ratios), 3),
+        "highest": round(max(ratios), 3),
+    }
+
+
+async def _decided(
+    decider: Decider, text: str, questions: Sequence[Mapping[str, Any]], salt: str
+) -> tuple[Deciding, float]:
+    """Ask the questions about a text. Return the call and its seconds."""
+    params = pool_params(cache_salt=salt)
+    began = time.perf_counter()
+    chat = ChatInput(messages=[{"role": "user", "content": text}], params=params)
+    asked = await decider.open(chat, read_questions(questions), params)
+    asked.decide(await asked.prompts.read())
+    return asked, time.perf_counter() - began
+
+
+async def _generated(llm: AsyncLLM, prompts: Sequence[list[int]], salt: str) -> float:
+    """Generate one token for each prompt. Return the seconds."""
+    params = SamplingParams(max_tokens=1, temperature=0, cache_salt=salt)
+    began = time.perf_counter()
+    await llm.generate(prompts, params)
+    return time.perf_counter() - began
+
+
+if __name__ == "__main__":
+    main()
