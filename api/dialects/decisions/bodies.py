@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ...runtime.conversation.tools import PromptCacheOptions
 from ...runtime.decisions.questions import Questions
+from ...serving.caching.fields import PromptCacheOptions
 from ...serving.sampling import Label
 from ..pooled.bodies import PooledRequest
 from ..responses.bodies import Item

@@ -9,12 +9,12 @@ import msgspec
 
 from ....core.errors import InvalidRequest
 from ...runtime.conversation.chat_input import ChatInput
-from ...runtime.conversation.tools import read_cache
 from ...runtime.decisions.questions import JsonPart
+from ...serving.caching.fields import read_cache
 from ...types.sampling_params import SamplingParams
 from ..openai.reading import plain_messages, read_images, read_paths
 from ..responses.bodies import Item
-from ..responses.items import read_items, to_messages
+from ..responses.items import read_items, thread_of, to_messages
 from .bodies import DecisionsRequest
 
 JSON_KIND = "input_json"
@@ -27,7 +27,7 @@ def read_conversation(body: DecisionsRequest, params: SamplingParams) -> ChatInp
         raise InvalidRequest("input must not be empty", param="input")
     if not isinstance(given, str):
         given = [_with_texts(item, f"input[{index}]") for index, item in enumerate(given)]
-    messages = to_messages(read_items(given, lambda _: None))
+    messages = to_messages(thread_of((), read_items(given, lambda _: None)))
     if not messages:
         raise InvalidRequest("input must have a message", param="input")
     return ChatInput(
@@ -35,7 +35,7 @@ def read_conversation(body: DecisionsRequest, params: SamplingParams) -> ChatInp
         images=read_images(messages),
         paths=read_paths(messages),
         params=params,
-        cache=read_cache(body.cache, None, body.prompt_cache_options),
+        cache=read_cache(body.cache, None, body.prompt_cache_options, messages),
         cache_key=body.prompt_cache_key,
     )
 
