@@ -363,7 +363,7 @@ def test_a_request_that_the_api_did_not_make_cannot_be_sent() -> None:
     from foretoken.core.interface.sampling import TokenSamplingParams
 
     bare = replace(request.sampling, params=TokenSamplingParams())
-    with pytest.raises(WireError, match="no parameters"):
+    with pytest.raises(WireError, match="no SamplingParams"):
         submit_of(replace(request, sampling=bare))
 
 
