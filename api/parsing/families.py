@@ -61,21 +61,24 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-def reader_of(name: str, tools: Sequence[Tool], *, has_form: bool = False) -> Reader:
+def reader_of(
+    family: Family, tools: Sequence[Tool], *, has_form: bool = False, prompt_tail: str = ""
+) -> Reader:
     """Return a reader of a family's answers.
 
     ``has_form``: the answer is structured output in JSON, so that JSON without delimiters is
-    content.
+    content. ``prompt_tail``: the end of the prompt.
     """
-    family, offers = FAMILIES[name], Offers(tools)
-    beginnings = family.beginnings if has_form else _with_plain(name)
-    return lambda source: family.read(source, beginnings, offers)
+    offers = Offers(tools)
+    beginnings = family.beginnings if has_form else _with_plain(family)
+    read = family.read if family.read_after is None else family.read_after(prompt_tail)
+    return lambda source: read(source, beginnings, offers)
 
 
 @cache
-def _with_plain(name: str) -> list[Beginning]:
+def _with_plain(family: Family) -> list[Beginning]:
     """Return the beginnings of a format's calls, and of calls that models often write instead."""
-    own = FAMILIES[name].beginnings
+    own = family.beginnings
     hermes = Beginning(
         mark=HERMES_BEGIN, read=read_block, ends=(HERMES_END,), where=Where.LINE,
         is_plain=True, is_sure=False,

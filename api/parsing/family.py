@@ -21,7 +21,7 @@ def as_they_are(messages: Messages) -> Messages:
     return messages
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Family:
     """One format of tool calls.
 
@@ -29,8 +29,10 @@ class Family:
     chat templates; an empty tuple matches no template. ``beginnings``: the ways in which a call
     begins. ``grammar``: returns the grammar for a chat template and a vocabulary, because versions
     of a format differ. ``read``: reads an answer that may contain calls. ``reads_thoughts``:
-    whether ``read`` also separates reasoning from other text, with or without tools. ``prepare``:
-    changes the call ids or the reasoning of earlier messages as the chat template requires.
+    whether ``read`` also separates reasoning from other text, with or without tools.
+    ``read_after``: returns the reader, in place of ``read``, for a prompt that ends with a text.
+    ``prepare``: changes the call ids or the reasoning of earlier messages as the chat template
+    requires.
     """
 
     marks: tuple[str, ...]
@@ -39,4 +41,5 @@ class Family:
     grammar: Callable[[str, Mapping[str, int]], CallGrammar]
     read: ContentReader = read_content
     reads_thoughts: bool = False
+    read_after: Callable[[str], ContentReader] | None = None
     prepare: Prepare = as_they_are

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 from ...core.errors import InvalidRequest, shown
 from ..structured.grammar_text import lark_text
 from .families import FAMILIES, family_of, reader_of
+from .family import Family
+from .formats.generic import GENERIC
 from .formats.harmony import HARMONY, HARMONY_THINK
 from .grammars import Lark
 from .output_parser import OutputParser, PlainParser, ReaderParser
@@ -43,11 +45,12 @@ _TOOL_NAME = re.compile(r"[a-zA-Z0-9_-]{1,128}")
 class Syntax:
     """The format of one model's answers, chosen once when the model is loaded."""
 
-    tool_parser: str  # one of `FAMILIES`, or "none"
+    tool_parser: str  # one of `FAMILIES`, "response-template" or "none"
     thinking: Thinking | None
+    family: Family | None = field(repr=False)
     template: str = field(repr=False)
     vocab: Mapping[str, int] = field(repr=False)
-    special_ids: frozenset[int] = field(repr=False)
+    special: Mapping[str, int] = field(repr=False)
 
     @classmethod
     def choose(
@@ -58,33 +61,48 @@ class Syntax:
         *,
         tool_parser: str = "auto",
         reasoning_parser: str = "auto",
+        response_template: object = None,
     ) -> Syntax:
         """Choose parsers by the model's chat template (its text; "" without one), or by name.
 
         ``vocab``: token to id, added tokens included (`Tokenizer.vocab`); ``special_ids``: the
-        tokens that ordinary text does not show. Raises `ValueError` for an unknown name.
+        tokens that ordinary text does not show. ``response_template``: the model's own description
+        of its answers, which is used if it is usable and no parser is named. Raises `ValueError`
+        for an unknown name.
         """
         if tool_parser not in TOOL_PARSERS or reasoning_parser not in REASONING_PARSERS:
             raise ValueError(
                 f"unknown tool parser {tool_parser} or reasoning parser {reasoning_parser}"
             )
+        special = {name: each for name, each in vocab.items() if each in special_ids}
+        if response_template is not None and (tool_parser, reasoning_parser) == ("auto", "auto"):
+            from .response_template.family import RESPONSE_TEMPLATE, template_format
+
+            known = FAMILIES.get(family_of(template))
+            other = None if known is FAMILIES[GENERIC] else known
+            if (found := template_format(response_template, special, other)) is not None:
+                return cls(
+                    RESPONSE_TEMPLATE, found.thinking, found.family, template, vocab, special
+                )
         if tool_parser == "auto":
             tool_parser = family_of(template)
         if reasoning_parser == "auto":
             reasoning_parser = _reasoning_parser(template, vocab)
-        if tool_parser in FAMILIES and FAMILIES[tool_parser].reads_thoughts:
+        family = FAMILIES.get(tool_parser)
+        if family is not None and family.reads_thoughts:
             reasoning_parser = "none"  # the family's reader separates thoughts
-        return cls(tool_parser, THINKING.get(reasoning_parser), template, vocab, special_ids)
+        thinking = THINKING.get(reasoning_parser)
+        return cls(tool_parser, thinking, family, template, vocab, special)
 
     @property
     def has_tools(self) -> bool:
         """Whether the model has a known format for tool calls."""
-        return self.tool_parser != "none"
+        return self.family is not None
 
     @property
     def thought_marks(self) -> Thinking | None:
         """The delimiters around a thought (harmony's if the reader of calls separates thoughts)."""
-        return HARMONY_THINK if self._reads_thoughts else self.thinking
+        return HARMONY_THINK if self._is_harmony else self.thinking
 
     def parser(
         self, *, tools: Sequence[Tool] = (), prompt_tail: str = "", has_form: bool = False
@@ -97,10 +115,10 @@ class Syntax:
         is content.
         """
         parser: OutputParser = PlainParser()
-        if self._reads_thoughts or (tools and self.has_tools):
-            reader = reader_of(self.tool_parser, tools, has_form=has_form)
+        if self.family is not None and (tools or self.family.reads_thoughts):
+            reader = reader_of(self.family, tools, has_form=has_form, prompt_tail=prompt_tail)
             parser = ReaderParser(reader)
-        if self._reads_thoughts:
+        if self.family is not None and self.family.reads_thoughts:
             return parser
         if self.thinking is None:
             return parser
@@ -111,11 +129,11 @@ class Syntax:
 
         ``tools``: whether any tool may be called.
         """
-        are_read = (tools and self.has_tools) or self._reads_thoughts
-        marks = FAMILIES[self.tool_parser].marks if are_read else ()
+        are_read = self.family is not None and (tools or self.family.reads_thoughts)
+        marks = self.family.marks if self.family is not None and are_read else ()
         if self.thinking is not None:
             marks = (*marks, self.thinking.begin, self.thinking.end)
-        return self.special_ids & {self.vocab[mark] for mark in marks if mark in self.vocab}
+        return frozenset(self.special[mark] for mark in marks if mark in self.special)
 
     def constrain(
         self,
@@ -133,12 +151,12 @@ class Syntax:
         `InvalidRequest` for invalid tools or an invalid choice; schemas are checked when the
         grammar is compiled.
         """
-        lark = Lark(self.vocab)
+        lark = Lark(self.vocab, () if self.family is None else self.family.marks)
         structured = body = lark.structured_output(params)
         if tools and choice is not None and choice.mode != "none":
             check_tools(tools, choice)
             body = self._answer(lark, structured, tools, choice)
-        if self._reads_thoughts:
+        if self._is_harmony:
             if body is not None and body == structured:
                 body = HARMONY.around(lark, body)
             return None if body is None else lark.text(body)
@@ -151,8 +169,8 @@ class Syntax:
         return lark.text(_with_thought(lark, self.thinking, body, state, special))
 
     @property
-    def _reads_thoughts(self) -> bool:
-        return self.has_tools and FAMILIES[self.tool_parser].reads_thoughts
+    def _is_harmony(self) -> bool:
+        return self.tool_parser == "harmony"
 
     def _state(self, prompt_tail: str) -> ThinkingState:
         return self.thinking.state(prompt_tail) if self.thinking else ThinkingState.CLOSED
@@ -164,18 +182,18 @@ class Syntax:
 
         Raises `InvalidRequest` if the model has no known format for calls.
         """
-        if not self.has_tools:
+        if self.family is None:
             raise InvalidRequest(
                 "tools are not supported: the model's chat template has no known format for "
                 "them; name one with --tool-parser",
                 param="tools",
             )
-        grammar = FAMILIES[self.tool_parser].grammar(self.template, self.vocab)
+        grammar = self.family.grammar(self.template, self.vocab)
         tools = [tool for tool in tools if _may_be_called(tool, choice)]
         if choice.mode == "required":
             return grammar.calls(lark, tools, parallel=not choice.is_single)
         if structured is not None:
-            if self._reads_thoughts:
+            if self._is_harmony:
                 structured = HARMONY.around(lark, structured)
             return f"{structured} | {grammar.calls(lark, tools, parallel=not choice.is_single)}"
         if any(tool.strict for tool in tools):

@@ -82,14 +82,14 @@ def test_readers_of_calls_that_come_in_pieces(family):
     marks = FAMILIES[family].marks
     for beginning in ["", *BEGINNINGS.get(family, [marks[0], "".join(marks)])]:
         for piece in PIECES:
-            parser = ReaderParser(reader_of(family, tools))
+            parser = ReaderParser(reader_of(FAMILIES[family], tools))
             text = beginning + repeated(piece, NUM_CHARS)
             assert seconds(_feed, parser, text) < SECONDS, (beginning, piece)
 
 
 def test_a_reader_of_thoughts_that_come_in_pieces():
     for piece in ("<", "</think", "</think>", " "):
-        parser = thinking_parser(THINK, ThinkingState.OPEN, ReaderParser(reader_of("hermes", [])))
+        parser = thinking_parser(THINK, ThinkingState.OPEN, ReaderParser(reader_of(FAMILIES["hermes"], [])))
         assert seconds(_feed, parser, repeated(piece, NUM_CHARS)) < SECONDS, piece
 
 
