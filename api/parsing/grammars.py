@@ -58,8 +58,13 @@ class Lark:
     def mark(self, mark: str) -> str:
         """Return the expression for one delimiter: its token, its text, or tokens and text."""
         token_id = self._vocab.get(mark)
-        if token_id is not None:
-            return f"<[{token_id}]>"
+        return self._spelt(mark) if token_id is None else f"<[{token_id}]>"
+
+    def has_token(self, mark: str) -> bool:
+        """Whether a delimiter is a single token."""
+        return mark in self._vocab
+
+    def _spelt(self, mark: str) -> str:
         before, rest = self._split(mark)
         return " ".join([lark_text(before)] * bool(before or not rest) + [rest])
 
@@ -69,7 +74,7 @@ class Lark:
         if found is None:
             return mark, ""
         rest = mark[found.end() :]
-        after = self.mark(rest) if rest else ""
+        after = self._spelt(rest) if rest else ""
         return mark[: found.start()], f"<[{self._vocab[found[0]]}]> {after}"
 
     def up_to(
@@ -199,7 +204,7 @@ def value(schema: Mapping[str, Any], *, strict: bool, of: str = "") -> str:
 
 
 def _quoted(text: str) -> str:
-    return re.escape(text).replace("/", r"\/")
+    return re.escape(text).replace("/", r"\/").replace("\\\n", r"\n")
 
 
 def _regex(pattern: str) -> str:

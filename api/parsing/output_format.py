@@ -12,13 +12,15 @@ from ..structured.grammar_text import lark_text
 from .families import FAMILIES, family_of, reader_of
 from .family import Family
 from .formats.generic import GENERIC
-from .formats.harmony import HARMONY, HARMONY_THINK
+from .formats.kimi_k3 import KIMI_K3_THINK
 from .grammars import Lark
 from .output_parser import OutputParser, PlainParser, ReaderParser
 from .reasoning import (
+    APERTUS_THINK,
     COHERE_THINK,
     GEMMA_THINK,
     KIMI_THINK,
+    MINIMAX_M3_THINK,
     MISTRAL_THINK,
     SEED_THINK,
     THINK,
@@ -34,7 +36,8 @@ if TYPE_CHECKING:
 MAX_TOOLS = 1024
 THINKING = {
     "think": THINK, "mistral": MISTRAL_THINK, "gemma4": GEMMA_THINK, "cohere": COHERE_THINK,
-    "kimi": KIMI_THINK, "seed": SEED_THINK,
+    "kimi": KIMI_THINK, "seed": SEED_THINK, "apertus": APERTUS_THINK,
+    "minimax-m3": MINIMAX_M3_THINK, "kimi-k3": KIMI_K3_THINK,
 }  # fmt: skip
 TOOL_PARSERS = ("auto", "none", *FAMILIES)
 REASONING_PARSERS = ("auto", "none", *THINKING)
@@ -86,12 +89,14 @@ class Syntax:
                 )
         if tool_parser == "auto":
             tool_parser = family_of(template)
-        if reasoning_parser == "auto":
+        is_auto = reasoning_parser == "auto"
+        if is_auto:
             reasoning_parser = _reasoning_parser(template, vocab)
         family = FAMILIES.get(tool_parser)
-        if family is not None and family.reads_thoughts:
-            reasoning_parser = "none"  # the family's reader separates thoughts
         thinking = THINKING.get(reasoning_parser)
+        if family is not None and (family.reads_thoughts or is_auto):
+            # None if the family's reader separates thoughts
+            thinking = None if family.reads_thoughts else family.thinking or thinking
         return cls(tool_parser, thinking, family, template, vocab, special)
 
     @property
@@ -101,8 +106,10 @@ class Syntax:
 
     @property
     def thought_marks(self) -> Thinking | None:
-        """The delimiters around a thought (harmony's if the reader of calls separates thoughts)."""
-        return HARMONY_THINK if self._is_harmony else self.thinking
+        """The delimiters around a thought, whichever reader separates it."""
+        family = self.family
+        own = family.thinking if family is not None and family.reads_thoughts else None
+        return self.thinking or own
 
     def parser(
         self, *, tools: Sequence[Tool] = (), prompt_tail: str = "", has_form: bool = False
@@ -115,10 +122,10 @@ class Syntax:
         is content.
         """
         parser: OutputParser = PlainParser()
-        if self.family is not None and (tools or self.family.reads_thoughts):
+        if self.family is not None and (tools or self._is_always_read):
             reader = reader_of(self.family, tools, has_form=has_form, prompt_tail=prompt_tail)
             parser = ReaderParser(reader)
-        if self.family is not None and self.family.reads_thoughts:
+        if self._reads_thoughts:
             return parser
         if self.thinking is None:
             return parser
@@ -129,7 +136,7 @@ class Syntax:
 
         ``tools``: whether any tool may be called.
         """
-        are_read = self.family is not None and (tools or self.family.reads_thoughts)
+        are_read = tools or self._is_always_read
         marks = self.family.marks if self.family is not None and are_read else ()
         if self.thinking is not None:
             marks = (*marks, self.thinking.begin, self.thinking.end)
@@ -153,13 +160,12 @@ class Syntax:
         """
         lark = Lark(self.vocab, () if self.family is None else self.family.marks)
         structured = body = lark.structured_output(params)
+        around = None if self.family is None else self.family.around
         if tools and choice is not None and choice.mode != "none":
             check_tools(tools, choice)
             body = self._answer(lark, structured, tools, choice)
-        if self._is_harmony:
-            if body is not None and body == structured:
-                body = HARMONY.around(lark, body)
-            return None if body is None else lark.text(body)
+        if body is not None and body == structured and around is not None:
+            body = lark.rule("form_around", around(lark, body))
         state = self._state(prompt_tail)
         if body is None or (body == structured and state is ThinkingState.CLOSED):
             return None
@@ -169,8 +175,12 @@ class Syntax:
         return lark.text(_with_thought(lark, self.thinking, body, state, special))
 
     @property
-    def _is_harmony(self) -> bool:
-        return self.tool_parser == "harmony"
+    def _reads_thoughts(self) -> bool:
+        return self.family is not None and self.family.reads_thoughts
+
+    @property
+    def _is_always_read(self) -> bool:
+        return self.family is not None and (self.family.reads_thoughts or self.family.reads_all)
 
     def _state(self, prompt_tail: str) -> ThinkingState:
         return self.thinking.state(prompt_tail) if self.thinking else ThinkingState.CLOSED
@@ -193,8 +203,8 @@ class Syntax:
         if choice.mode == "required":
             return grammar.calls(lark, tools, parallel=not choice.is_single)
         if structured is not None:
-            if self._is_harmony:
-                structured = HARMONY.around(lark, structured)
+            if self.family.around is not None:
+                structured = self.family.around(lark, structured)
             return f"{structured} | {grammar.calls(lark, tools, parallel=not choice.is_single)}"
         if any(tool.strict for tool in tools):
             return grammar.mixed(lark, tools, parallel=not choice.is_single)

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class TemplateFormat:
-    """What a response template says: the format of calls, and the delimiters around a thought.
+    """The format of calls of a response template, and the delimiters around a thought.
 
     ``thinking`` is None if the template has no thought, or only patterns around it.
     """

@@ -67,7 +67,7 @@ class TemplateReader:
             for field in template.fields
             if field.open is not None and field.name in self._sinks
         ]
-        self._field: Field | None  # whose region is open; None between regions
+        self._field: Field | None  # the field of the open region, or None
         self._before, self._pending, self._body = "", "", ""
         self._has_ended = self._has_failed = False
         self._field = self._implicit

@@ -196,7 +196,7 @@ class WholeCalls(CallSink):
     def __init__(self, field: Field, offers: Offers, name_group: str = "") -> None:
         super().__init__(field, offers)
         self._name_group = name_group
-        self._name = ""  # of the call that has begun
+        self._name = ""  # the name of the call that has begun
 
     def open(self, written: str, captures: Captures) -> Events:
         """Begin a region, and its call if its name is known."""

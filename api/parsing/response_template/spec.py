@@ -31,7 +31,7 @@ class UnusableTemplate(ValueError):  # noqa: N818 - the checkpoint is wrong, not
 
 
 class Kind(Enum):
-    """What a field contains."""
+    """The kinds of fields."""
 
     CONTENT = auto()
     REASONING = auto()

@@ -59,14 +59,16 @@ def test_the_tokenizer_of_a_folder_is_kept_too(byte_level_folder, monkeypatch):
 
 
 def test_the_response_template_of_a_folder_is_kept_and_a_chat_template_replaces_it(
-    byte_level_folder, monkeypatch
+    byte_level_folder, monkeypatch, tmp_path
 ):
-    config = byte_level_folder / "tokenizer_config.json"
+    folder = tmp_path / "described"
+    shutil.copytree(byte_level_folder, folder)
+    config = folder / "tokenizer_config.json"
     given = {"fields": {"content": {}}}
     config.write_text(json.dumps({**json.loads(config.read_text()), "response_template": given}))
-    first = load_tokenizer(byte_level_folder)
+    first = load_tokenizer(folder)
     assert first.response_template == given
-    assert same(first, again(byte_level_folder, monkeypatch))
+    assert same(first, again(folder, monkeypatch))
     tokenizer = Tokenizer(first, max_model_len=64)
     assert tokenizer.response_template == given
     tokenizer.use_template("{{ messages }}", {})
