@@ -7,15 +7,21 @@ from functools import cache
 from typing import TYPE_CHECKING, TypeAlias
 
 from .family import Family
+from .formats.apertus import APERTUS_FAMILY
 from .formats.deepseek import DEEPSEEK_FAMILY
+from .formats.dsml import DSML_FAMILY, GCML_FAMILY
 from .formats.gemma import FUNCTION_GEMMA_FAMILY, GEMMA4_FAMILY
 from .formats.generic import GENERIC, GENERIC_FAMILY
+from .formats.gigachat import GIGACHAT31_FAMILY, GIGACHAT_FAMILY
 from .formats.harmony import HARMONY_FAMILY
 from .formats.hermes import HERMES_BEGIN, HERMES_END, HERMES_FAMILY
 from .formats.json_list import COHERE_FAMILY, GRANITE_FAMILY, HUNYUAN_FAMILY, PHI4_FAMILY
 from .formats.kimi import KIMI_FAMILY
+from .formats.kimi_k3 import KIMI_K3_FAMILY
 from .formats.llama3 import LLAMA3_FAMILY
+from .formats.minimax_m3 import MINIMAX_M3_FAMILY
 from .formats.mistral import MISTRAL_FAMILY
+from .formats.muse import MUSE_FAMILY
 from .formats.pythonic import LFM2_FAMILY, OLMO3_FAMILY, PYTHONIC_FAMILY
 from .formats.tagged import (
     GLM_FAMILY,
@@ -27,6 +33,7 @@ from .formats.tagged import (
     function_beginnings,
     read_block,
 )
+from .formats.xlam import XLAM_FAMILY
 from .output_parser import Reading, Source
 from .reading.answer import Beginning, Where
 from .reading.offers import Offers
@@ -41,6 +48,15 @@ FAMILIES: dict[str, Family] = {
     "harmony": HARMONY_FAMILY,
     "gemma4": GEMMA4_FAMILY,
     "function-gemma": FUNCTION_GEMMA_FAMILY,
+    "minimax-m3": MINIMAX_M3_FAMILY,
+    "muse": MUSE_FAMILY,
+    "deepseek-dsml": DSML_FAMILY,
+    "gigachat-gcml": GCML_FAMILY,
+    "gigachat3.1": GIGACHAT31_FAMILY,
+    "gigachat": GIGACHAT_FAMILY,
+    "kimi-k3": KIMI_K3_FAMILY,
+    "apertus": APERTUS_FAMILY,
+    "xlam": XLAM_FAMILY,
     "minimax": MINIMAX_FAMILY,
     "seed": SEED_FAMILY,
     "glm": GLM_FAMILY,
@@ -61,21 +77,24 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-def reader_of(name: str, tools: Sequence[Tool], *, has_form: bool = False) -> Reader:
+def reader_of(
+    family: Family, tools: Sequence[Tool], *, has_form: bool = False, prompt_tail: str = ""
+) -> Reader:
     """Return a reader of a family's answers.
 
     ``has_form``: the answer is structured output in JSON, so that JSON without delimiters is
-    content.
+    content. ``prompt_tail``: the end of the prompt.
     """
-    family, offers = FAMILIES[name], Offers(tools)
-    beginnings = family.beginnings if has_form else _with_plain(name)
-    return lambda source: family.read(source, beginnings, offers)
+    offers = Offers(tools)
+    beginnings = family.beginnings if has_form else _with_plain(family)
+    read = family.read if family.read_after is None else family.read_after(prompt_tail)
+    return lambda source: read(source, beginnings, offers)
 
 
 @cache
-def _with_plain(name: str) -> list[Beginning]:
+def _with_plain(family: Family) -> list[Beginning]:
     """Return the beginnings of a format's calls, and of calls that models often write instead."""
-    own = FAMILIES[name].beginnings
+    own = family.beginnings
     hermes = Beginning(
         mark=HERMES_BEGIN, read=read_block, ends=(HERMES_END,), where=Where.LINE,
         is_plain=True, is_sure=False,

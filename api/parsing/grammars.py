@@ -34,10 +34,13 @@ class Lark:
     """The rules of a grammar.
 
     ``vocab``: the ids of delimiters that are single tokens, which are then matched as tokens.
+    ``parts``: tokens that may be a part of a delimiter.
     """
 
-    def __init__(self, vocab: Mapping[str, int]) -> None:
+    def __init__(self, vocab: Mapping[str, int], parts: Iterable[str] = ()) -> None:
         self._vocab = vocab
+        tokens = sorted((part for part in parts if part in vocab), key=len, reverse=True)
+        self._parts = re.compile("|".join(map(re.escape, tokens)) or r"(?!)")
         self._rules: dict[str, str] = {}
         self._num_chars = 0
 
@@ -53,9 +56,26 @@ class Lark:
         return "\n".join([f"start: {start}", *self._rules.values(), ""])
 
     def mark(self, mark: str) -> str:
-        """Return the expression for one delimiter: its token, or its text."""
+        """Return the expression for one delimiter: its token, its text, or tokens and text."""
         token_id = self._vocab.get(mark)
-        return lark_text(mark) if token_id is None else f"<[{token_id}]>"
+        return self._spelt(mark) if token_id is None else f"<[{token_id}]>"
+
+    def has_token(self, mark: str) -> bool:
+        """Whether a delimiter is a single token."""
+        return mark in self._vocab
+
+    def _spelt(self, mark: str) -> str:
+        before, rest = self._split(mark)
+        return " ".join([lark_text(before)] * bool(before or not rest) + [rest])
+
+    def _split(self, mark: str) -> tuple[str, str]:
+        """Return the text before the first token in a delimiter, and the rest's expression."""
+        found = self._parts.search(mark)
+        if found is None:
+            return mark, ""
+        rest = mark[found.end() :]
+        after = self._spelt(rest) if rest else ""
+        return mark[: found.start()], f"<[{self._vocab[found[0]]}]> {after}"
 
     def up_to(
         self, mark: str, name: str, *, through: Set[int] = frozenset(), marks: Sequence[str] = ()
@@ -71,17 +91,34 @@ class Lark:
             others = ",".join(map(str, sorted(through - {token_id})))
             before = f"({text} <[{others}]>)* {text}" if others else text
             return self.rule(name, f"{before} <[{token_id}]>")
+        begin, rest = self._split(mark)
+        if rest:
+            part = mark[len(begin) :]
+            found = self._parts.search(part)
+            assert found is not None
+            inside = self._all_but(name, f"(?s:.*){_quoted(found[0])}(?s:.*)")
+            last = self.rule(
+                f"{name.upper()}_LAST",
+                f"/(?s:.*){_quoted(begin)}/ & ~/(?s:.*){_quoted(found[0])}(?s:.*)/",
+            )
+            others = ",".join(map(str, sorted(through - {self._vocab[found[0]]})))
+            before = f"({inside} <[{others}]>)* {last}" if others else last
+            return self.rule(name, f"{before} {rest}")
         return self.rule(name, f"/(?s:.*){_quoted(mark)}/", options="[lazy]")
 
     def matching(self, pattern: str, mark: str, name: str) -> str:
         """Return a rule for text that matches a pattern, up to and including the delimiter."""
         if mark in self._vocab:
             return f"{self.rule(name, f'/{_regex(pattern)}/')} {self.mark(mark)}"
+        begin, rest = self._split(mark)
+        if rest:
+            return f"{self.rule(name, f'/(?:{_regex(pattern)}){_quoted(begin)}/')} {rest}"
         return self.rule(name, f"/(?:{_regex(pattern)}){_quoted(mark)}/", options="[lazy]")
 
     def lazily(self, mark: str, name: str) -> str:
         """Return a rule that matches a delimiter as soon as it is complete."""
-        return self.rule(name, self.mark(mark), options="" if mark in self._vocab else "[lazy]")
+        is_text = mark not in self._vocab and self._parts.search(mark) is None
+        return self.rule(name, self.mark(mark), options="[lazy]" if is_text else "")
 
     def breaks(self) -> str:
         """Return the rule for the line breaks after a thought."""
@@ -167,7 +204,7 @@ def value(schema: Mapping[str, Any], *, strict: bool, of: str = "") -> str:
 
 
 def _quoted(text: str) -> str:
-    return re.escape(text).replace("/", r"\/")
+    return re.escape(text).replace("/", r"\/").replace("\\\n", r"\n")
 
 
 def _regex(pattern: str) -> str:

@@ -10,13 +10,17 @@ from typing import TYPE_CHECKING
 from ...core.errors import InvalidRequest, shown
 from ..structured.grammar_text import lark_text
 from .families import FAMILIES, family_of, reader_of
-from .formats.harmony import HARMONY, HARMONY_THINK
+from .family import Family
+from .formats.generic import GENERIC
+from .formats.kimi_k3 import KIMI_K3_THINK
 from .grammars import Lark
 from .output_parser import OutputParser, PlainParser, ReaderParser
 from .reasoning import (
+    APERTUS_THINK,
     COHERE_THINK,
     GEMMA_THINK,
     KIMI_THINK,
+    MINIMAX_M3_THINK,
     MISTRAL_THINK,
     SEED_THINK,
     THINK,
@@ -32,7 +36,8 @@ if TYPE_CHECKING:
 MAX_TOOLS = 1024
 THINKING = {
     "think": THINK, "mistral": MISTRAL_THINK, "gemma4": GEMMA_THINK, "cohere": COHERE_THINK,
-    "kimi": KIMI_THINK, "seed": SEED_THINK,
+    "kimi": KIMI_THINK, "seed": SEED_THINK, "apertus": APERTUS_THINK,
+    "minimax-m3": MINIMAX_M3_THINK, "kimi-k3": KIMI_K3_THINK,
 }  # fmt: skip
 TOOL_PARSERS = ("auto", "none", *FAMILIES)
 REASONING_PARSERS = ("auto", "none", *THINKING)
@@ -43,11 +48,12 @@ _TOOL_NAME = re.compile(r"[a-zA-Z0-9_-]{1,128}")
 class Syntax:
     """The format of one model's answers, chosen once when the model is loaded."""
 
-    tool_parser: str  # one of `FAMILIES`, or "none"
+    tool_parser: str  # one of `FAMILIES`, "response-template" or "none"
     thinking: Thinking | None
+    family: Family | None = field(repr=False)
     template: str = field(repr=False)
     vocab: Mapping[str, int] = field(repr=False)
-    special_ids: frozenset[int] = field(repr=False)
+    special: Mapping[str, int] = field(repr=False)
 
     @classmethod
     def choose(
@@ -58,33 +64,52 @@ class Syntax:
         *,
         tool_parser: str = "auto",
         reasoning_parser: str = "auto",
+        response_template: object = None,
     ) -> Syntax:
         """Choose parsers by the model's chat template (its text; "" without one), or by name.
 
         ``vocab``: token to id, added tokens included (`Tokenizer.vocab`); ``special_ids``: the
-        tokens that ordinary text does not show. Raises `ValueError` for an unknown name.
+        tokens that ordinary text does not show. ``response_template``: the model's own description
+        of its answers, which is used if it is usable and no parser is named. Raises `ValueError`
+        for an unknown name.
         """
         if tool_parser not in TOOL_PARSERS or reasoning_parser not in REASONING_PARSERS:
             raise ValueError(
                 f"unknown tool parser {tool_parser} or reasoning parser {reasoning_parser}"
             )
+        special = {name: each for name, each in vocab.items() if each in special_ids}
+        if response_template is not None and (tool_parser, reasoning_parser) == ("auto", "auto"):
+            from .response_template.family import RESPONSE_TEMPLATE, template_format
+
+            known = FAMILIES.get(family_of(template))
+            other = None if known is FAMILIES[GENERIC] else known
+            if (found := template_format(response_template, special, other)) is not None:
+                return cls(
+                    RESPONSE_TEMPLATE, found.thinking, found.family, template, vocab, special
+                )
         if tool_parser == "auto":
             tool_parser = family_of(template)
-        if reasoning_parser == "auto":
+        is_auto = reasoning_parser == "auto"
+        if is_auto:
             reasoning_parser = _reasoning_parser(template, vocab)
-        if tool_parser in FAMILIES and FAMILIES[tool_parser].reads_thoughts:
-            reasoning_parser = "none"  # the family's reader separates thoughts
-        return cls(tool_parser, THINKING.get(reasoning_parser), template, vocab, special_ids)
+        family = FAMILIES.get(tool_parser)
+        thinking = THINKING.get(reasoning_parser)
+        if family is not None and (family.reads_thoughts or is_auto):
+            # None if the family's reader separates thoughts
+            thinking = None if family.reads_thoughts else family.thinking or thinking
+        return cls(tool_parser, thinking, family, template, vocab, special)
 
     @property
     def has_tools(self) -> bool:
         """Whether the model has a known format for tool calls."""
-        return self.tool_parser != "none"
+        return self.family is not None
 
     @property
     def thought_marks(self) -> Thinking | None:
-        """The delimiters around a thought (harmony's if the reader of calls separates thoughts)."""
-        return HARMONY_THINK if self._reads_thoughts else self.thinking
+        """The delimiters around a thought, whichever reader separates it."""
+        family = self.family
+        own = family.thinking if family is not None and family.reads_thoughts else None
+        return self.thinking or own
 
     def parser(
         self, *, tools: Sequence[Tool] = (), prompt_tail: str = "", has_form: bool = False
@@ -97,8 +122,8 @@ class Syntax:
         is content.
         """
         parser: OutputParser = PlainParser()
-        if self._reads_thoughts or (tools and self.has_tools):
-            reader = reader_of(self.tool_parser, tools, has_form=has_form)
+        if self.family is not None and (tools or self._is_always_read):
+            reader = reader_of(self.family, tools, has_form=has_form, prompt_tail=prompt_tail)
             parser = ReaderParser(reader)
         if self._reads_thoughts:
             return parser
@@ -111,11 +136,11 @@ class Syntax:
 
         ``tools``: whether any tool may be called.
         """
-        are_read = (tools and self.has_tools) or self._reads_thoughts
-        marks = FAMILIES[self.tool_parser].marks if are_read else ()
+        are_read = tools or self._is_always_read
+        marks = self.family.marks if self.family is not None and are_read else ()
         if self.thinking is not None:
             marks = (*marks, self.thinking.begin, self.thinking.end)
-        return self.special_ids & {self.vocab[mark] for mark in marks if mark in self.vocab}
+        return frozenset(self.special[mark] for mark in marks if mark in self.special)
 
     def constrain(
         self,
@@ -133,15 +158,14 @@ class Syntax:
         `InvalidRequest` for invalid tools or an invalid choice; schemas are checked when the
         grammar is compiled.
         """
-        lark = Lark(self.vocab)
+        lark = Lark(self.vocab, () if self.family is None else self.family.marks)
         structured = body = lark.structured_output(params)
+        around = None if self.family is None else self.family.around
         if tools and choice is not None and choice.mode != "none":
             check_tools(tools, choice)
             body = self._answer(lark, structured, tools, choice)
-        if self._reads_thoughts:
-            if body is not None and body == structured:
-                body = HARMONY.around(lark, body)
-            return None if body is None else lark.text(body)
+        if body is not None and body == structured and around is not None:
+            body = lark.rule("form_around", around(lark, body))
         state = self._state(prompt_tail)
         if body is None or (body == structured and state is ThinkingState.CLOSED):
             return None
@@ -152,7 +176,11 @@ class Syntax:
 
     @property
     def _reads_thoughts(self) -> bool:
-        return self.has_tools and FAMILIES[self.tool_parser].reads_thoughts
+        return self.family is not None and self.family.reads_thoughts
+
+    @property
+    def _is_always_read(self) -> bool:
+        return self.family is not None and (self.family.reads_thoughts or self.family.reads_all)
 
     def _state(self, prompt_tail: str) -> ThinkingState:
         return self.thinking.state(prompt_tail) if self.thinking else ThinkingState.CLOSED
@@ -164,19 +192,19 @@ class Syntax:
 
         Raises `InvalidRequest` if the model has no known format for calls.
         """
-        if not self.has_tools:
+        if self.family is None:
             raise InvalidRequest(
                 "tools are not supported: the model's chat template has no known format for "
                 "them; name one with --tool-parser",
                 param="tools",
             )
-        grammar = FAMILIES[self.tool_parser].grammar(self.template, self.vocab)
+        grammar = self.family.grammar(self.template, self.vocab)
         tools = [tool for tool in tools if _may_be_called(tool, choice)]
         if choice.mode == "required":
             return grammar.calls(lark, tools, parallel=not choice.is_single)
         if structured is not None:
-            if self._reads_thoughts:
-                structured = HARMONY.around(lark, structured)
+            if self.family.around is not None:
+                structured = self.family.around(lark, structured)
             return f"{structured} | {grammar.calls(lark, tools, parallel=not choice.is_single)}"
         if any(tool.strict for tool in tools):
             return grammar.mixed(lark, tools, parallel=not choice.is_single)

@@ -42,6 +42,8 @@ MISTRAL_THINK = Thinking("[THINK]", "[/THINK]")
 GEMMA_THINK = Thinking("<|channel>", "<channel|>", "thought")
 COHERE_THINK = Thinking("<|START_THINKING|>", "<|END_THINKING|>")
 KIMI_THINK = Thinking("\u25c1think\u25b7", "\u25c1/think\u25b7")
+APERTUS_THINK = Thinking("<|inner_prefix|>", "<|inner_suffix|>")
+MINIMAX_M3_THINK = Thinking("<mm:think>", "</mm:think>")
 SEED_THINK = Thinking("<seed:think>", "</seed:think>")
 
 
@@ -60,6 +62,9 @@ def _read(source: Source, *, marks: Thinking, is_open: bool, inner: OutputParser
         if (yield from source.until(marks.end, Reasoning)):
             yield from source.literal(marks.end)
             yield from _line_breaks(source)
+        space = ""
+    elif (yield from source.literal(marks.end)):  # an answer without a thought may say so
+        yield from _line_breaks(source)
         space = ""
     yield from inner.feed(space)
     yield from _rest(source, inner)

@@ -306,6 +306,7 @@ class ChatClient:
             tokenizer.special_ids,
             tool_parser=self._tool_parser,
             reasoning_parser=self._reasoning_parser,
+            response_template=tokenizer.response_template,
         )
 
     @cached_property

@@ -61,7 +61,7 @@ def _marks(tokenizer: Tokenizer) -> set[int]:
         for family in FAMILIES.values()
         if family.clues and all(clue in template for clue in family.clues)
         for mark in family.marks
-        if mark in added and mark not in NAMES
+        if mark in added and mark not in (CALL, RETURN)
     }
 
 

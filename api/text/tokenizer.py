@@ -79,6 +79,7 @@ class Tokenizer:
         self._backend, self._encoder = backend, Encoder(backend)
         self._literals: dict[frozenset[str], LiteralEncoder] = {}
         self._template = ChatTemplate(hf)
+        self._response_template: object = getattr(hf, "response_template", None)
         self._template_options: dict[str, Any] = {}  # defaults for options that requests leave out
         self.max_model_len = max_model_len
         # Two workers, so that short conversations do not wait for long texts.
@@ -323,6 +324,14 @@ class Tokenizer:
     def chat_template(self) -> str:
         """The text of the chat template; "" if the model has none."""
         return self._template.text
+
+    @property
+    def response_template(self) -> object:
+        """The model's own description of its answers, as JSON; None without one.
+
+        It is None, too, if a chat template was set: it need not be one of the same format.
+        """
+        return None if self._template.own else self._response_template
 
     def use_template(self, text: str, options: Mapping[str, Any]) -> None:
         """Set the chat template, unless it is "", and its default options."""

@@ -41,6 +41,7 @@ class LoadedTokenizer:
     backend_tokenizer: Any  # from the library tokenizers, which has no type annotations
     chat_template: str | Mapping[str, str] | None
     special_tokens_map: Mapping[str, str]
+    response_template: object = None  # JSON
 
 
 class _Kept(msgspec.Struct, frozen=True):
@@ -49,6 +50,7 @@ class _Kept(msgspec.Struct, frozen=True):
     backend: str
     chat_template: str | dict[str, str] | None
     special_tokens: dict[str, str]
+    response_template: Any = None
 
 
 def load_tokenizer(path: Path) -> LoadedTokenizer:
@@ -64,7 +66,7 @@ def load_tokenizer(path: Path) -> LoadedTokenizer:
     special_tokens = {name: str(each) for name, each in hf.special_tokens_map.items()}
     backend = getattr(hf, "backend_tokenizer", None)
     template = getattr(hf, "chat_template", None) or _processor_template(path)
-    loaded = LoadedTokenizer(backend, template, special_tokens)
+    loaded = LoadedTokenizer(backend, template, special_tokens, _response_template(path))
     if file is not None and backend is not None and _is_cacheable(path, backend):
         _write(file, loaded)
     return loaded
@@ -91,6 +93,15 @@ def _processor_template(path: Path) -> str | None:
     found = msgspec.json.decode(file.read_bytes())
     template = found.get("chat_template") if isinstance(found, dict) else None
     return template if isinstance(template, str) else None
+
+
+def _response_template(path: Path) -> object:
+    """Return the JSON with which a model's files describe the model's answers; None without it."""
+    try:
+        found = msgspec.json.decode((path / "tokenizer_config.json").read_bytes())
+    except (OSError, msgspec.DecodeError):
+        return None
+    return found.get("response_template") if isinstance(found, dict) else None
 
 
 def _convert(path: Path) -> Any:  # noqa: ANN401 - transformers is untyped
@@ -145,7 +156,7 @@ def _read(file: Path) -> LoadedTokenizer | None:
         return None
     kept = msgspec.json.decode(payload, type=_Kept)
     backend = Backend.from_str(kept.backend)
-    return LoadedTokenizer(backend, kept.chat_template, kept.special_tokens)
+    return LoadedTokenizer(backend, kept.chat_template, kept.special_tokens, kept.response_template)
 
 
 def _write(file: Path, loaded: LoadedTokenizer) -> None:
@@ -156,7 +167,12 @@ def _write(file: Path, loaded: LoadedTokenizer) -> None:
     template = loaded.chat_template
     if template is not None and not isinstance(template, str):
         template = dict(template)
-    kept = _Kept(loaded.backend_tokenizer.to_str(), template, dict(loaded.special_tokens_map))
+    kept = _Kept(
+        loaded.backend_tokenizer.to_str(),
+        template,
+        dict(loaded.special_tokens_map),
+        loaded.response_template,
+    )
     payload = msgspec.json.encode(kept)
     try:
         file.parent.mkdir(exist_ok=True, mode=0o700)

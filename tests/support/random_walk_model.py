@@ -36,7 +36,12 @@ class Model:
         self.grammars = Grammars(self.tokenizer, len(hf), frozenset({END}))
         self._runner = runner
         texts = [self.tokenizer.token_bytes(i) for i in range(len(hf))]
-        ends = ("</parameter>", "</arg_value>", '<|"|>', "<escape>", "<|end|>")  # of free text
+        ends = (  # of free text
+            "</parameter>", "</arg_value>", '<|"|>', "<escape>", "<|end|>", "<|eom|>",
+            "</atem:parameter>", "</｜DSML｜parameter>", "</｜GCML｜parameter>",
+            "<|close|>argument<|sep|>", "]<]minimax[>[</text>", "]<]minimax[>[</more>",
+            "]<]minimax[>[</a>", "\n]<]minimax[>[</tool_call>",
+        )  # fmt: skip
         self._tag_ends = [self.tokenizer.encode_word(end) for end in ends]
         self._weights = np.array([40.0 if set(b'"}])>\n<') & set(t) else 1.0 for t in texts])
 

@@ -261,5 +261,7 @@ HARMONY_FAMILY = Family(
     lambda *_: HARMONY,
     read_harmony,
     reads_thoughts=True,
+    thinking=HARMONY_THINK,
+    around=HARMONY.around,
     prepare=with_thinking,
 )

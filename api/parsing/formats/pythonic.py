@@ -40,6 +40,13 @@ _NUM_DIGITS = {"x": 2, "u": 4, "U": 8}
 _CLOSING = {"[": "]", "(": ")", "{": "}"}
 
 
+def read_list(call: CallState) -> Reading[None]:
+    """Read a list of calls without delimiters."""
+    yield from call.source.white()
+    yield from call.source.expect("[")
+    yield from _calls(call, NO_ENDS, is_list=True)
+
+
 def _is_list(source: Source) -> Reading[bool]:
     """Whether a list begins with text that looks like a call."""
     at = yield from source.after_white(1)

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,7 @@ from ..reading.call_state import CallState
 from ..reading.ends import Ends
 from ..reading.json_call import json_block
 from ..reading.json_text import CONSTANTS, INVALID, is_json, object_text, repaired
-from ..reading.offers import kinds, listed_values
+from ..reading.offers import KINDS, kinds, listed_values
 from .pythonic import _of
 
 if TYPE_CHECKING:
@@ -42,7 +42,9 @@ class Tags:
     ``parameter`` and ``value``, and ``value_end`` ends its value. ``name`` and ``argument`` are
     patterns of valid names. ``has_breaks``: a line break at the beginning or the end of a value
     belongs to the tags. A format with functions writes names as attributes, followed by ``quote``;
-    the reader also accepts other quotes and ``name=``.
+    the reader also accepts other quotes and ``name=``. ``types``: attributes of a parameter's tag
+    by the JSON type that they declare. ``object_marks``: the tags around arguments that are
+    written as one JSON object.
     """
 
     begin: str
@@ -57,6 +59,9 @@ class Tags:
     name: re.Pattern[str]
     argument: re.Pattern[str]
     has_breaks: bool = False
+    line: str = "\n"  # the text between tags that the model writes
+    types: Mapping[str, str] = field(default_factory=dict)
+    object_marks: tuple[str, str] = ("", "")
 
     @property
     def closing(self) -> tuple[str, ...]:
@@ -93,6 +98,22 @@ class Tags:
         found = _ATTRIBUTE.fullmatch(written)
         return _bare(found[found.lastindex or 0]) if found else None
 
+    def declared(self, written: str, types: frozenset[str]) -> frozenset[str]:
+        """Return the types of a value: its schema's, unless they leave open if it is a string.
+
+        ``written``: the opening tag, which may declare the type.
+        """
+        if types and (types == {"string"} or "string" not in types):
+            return types
+        given = {name for name, attribute in self.types.items() if attribute in written}
+        if not given:
+            return types
+        return frozenset({"string"}) if "string" in given else KINDS - {"string"}
+
+    def attribute(self, kind: str) -> str:
+        """Return the attribute that declares a type, with the space before it."""
+        return f" {self.types[kind]}" if kind in self.types else ""
+
     def with_form(self, written: str) -> Tags:
         """Return these tags with the argument's tag in the form that the model wrote.
 
@@ -105,13 +126,13 @@ class Tags:
 
 
 WRAPPERS = ("<tool_call>", "<tool_calls>", "<function_calls>")
-_NAME = re.compile(r"[^<>\n]+")
-_ATTRIBUTE = re.compile(r"""(?:\s+name)?\s*=\s*(?:"([^"]*).*|'([^']*).*|(.*))""")
+NAME = re.compile(r"[^<>\n]+")
+_ATTRIBUTE = re.compile(r"""(?:\s+(?:name|tool|key))?\s*=\s*(?:"([^"]*).*|'([^']*).*|(.*))""")
 _WORD = re.compile(r"[\w.:-]+")
 _INSIDE_QWEN: dict[str, Any] = {
     "function": "<function=", "named": ">", "function_end": "</function>",
     "parameter": "<parameter=", "value": (">",), "value_end": "</parameter>",
-    "name": _NAME, "argument": _NAME, "has_breaks": True,
+    "name": NAME, "argument": NAME, "has_breaks": True,
 }  # fmt: skip
 QWEN_CODER = Tags(begin="<tool_call>", end="</tool_call>", **_INSIDE_QWEN)
 SEED = Tags(begin="<seed:tool_call>", end="</seed:tool_call>", **_INSIDE_QWEN)
@@ -119,11 +140,11 @@ MINIMAX = Tags(
     begin="<minimax:tool_call>", end="</minimax:tool_call>",
     function='<invoke name="', named=">", quote='"', function_end="</invoke>",
     parameter='<parameter name="', value=(">",), value_end="</parameter>",
-    name=_NAME, argument=_NAME,
+    name=NAME, argument=NAME,
 )  # fmt: skip
 GLM = Tags(
     begin="<tool_call>", end="</tool_call>", parameter="<arg_key>",
-    value=("</arg_key>", "<arg_value>"), value_end="</arg_value>", name=_WORD, argument=_NAME,
+    value=("</arg_key>", "<arg_value>"), value_end="</arg_value>", name=_WORD, argument=NAME,
 )  # fmt: skip
 
 
@@ -188,8 +209,8 @@ def _which(source: Source, own: Tags) -> Reading[Tags | None]:
 
     The delimiters ``begin`` and ``end`` around the call are taken from ``own``.
     """
-    for tags in (QWEN_CODER, MINIMAX):
-        if (yield from source.ahead(tags.function_start)):
+    for tags in (own, QWEN_CODER, MINIMAX):
+        if tags.function and (yield from source.ahead(tags.function_start)):
             return replace(tags, begin=own.begin, end=own.end)
     return None
 
@@ -221,7 +242,7 @@ class _Function:
 
     def __init__(self, call: CallState, tags: Tags) -> None:
         self._call, self._source, self._tags = call, call.source, tags
-        self._name = ""
+        self._name = self._written = ""
         self._given: set[str] = set()  # the names of the arguments so far
         self._last = "\n"  # the last character of the current value
         self._is_closed = False  # whether the last value ended with its own tag
@@ -255,7 +276,9 @@ class _Function:
         return bool(self._tags.function) or self._name in self._call.offers
 
     def _is_object(self) -> Reading[bool]:
-        """Whether the arguments are a JSON object."""
+        """Whether the arguments are a JSON object; takes the tag before it."""
+        if begin := self._tags.object_marks[0]:
+            yield from self._source.literal(begin)
         return self._is_function and (yield from self._source.ahead("{"))
 
     def _opened(self) -> Reading[None]:
@@ -269,8 +292,8 @@ class _Function:
         yield from self._call.begin(self._name)
         yield from object_text(self._source, Ends(tags.closing[1:]))
         yield from self._call.end()
-        if tags.function_end:
-            yield from self._source.close(tags.function_end)
+        for mark in filter(None, (tags.object_marks[1], tags.function_end)):
+            yield from self._source.close(mark)
 
     def _elements(self) -> Reading[None]:
         """Read arguments up to the end of the call, whose closing tag may be missing."""
@@ -324,7 +347,7 @@ class _Function:
         self._given.add(key)
         schema = self._call.offers.schema(self._name)
         properties = schema.get("properties", {})
-        types = kinds(properties.get(key), schema)
+        types = self._tags.declared(self._written, kinds(properties.get(key), schema))
         if self._tags.has_breaks:
             yield from self._source.literal("\n")
         if types <= {"string"}:
@@ -337,7 +360,7 @@ class _Function:
     def _key(self) -> Reading[str]:
         """Read the name of an argument and the tags before its value; "" if they are malformed."""
         source = self._source
-        written = yield from source.run(self._tags.argument)
+        self._written = written = yield from source.run(self._tags.argument)
         key = self._tags.name_in(written)
         if key:
             self._tags = self._tags.with_form(written)
@@ -368,7 +391,7 @@ class _Function:
     def _other(self, types: frozenset[str]) -> Reading[None]:
         """Read a value whose type may be other than string."""
         text = yield from collected(self._pieces())
-        yield CallArguments(_as_json(text.strip(), self._without_break(text), types))
+        yield CallArguments(as_json(text.strip(), self._without_break(text), types))
 
     def _without_break(self, text: str) -> str:
         """Return the end of a value without the white space that belongs to the next tag."""
@@ -448,7 +471,7 @@ class _Function:
         """Whether the name at ``at`` is missing, or is a further argument of the tool."""
         source = self._source
         end = yield from source.after(self._tags.argument, at)
-        key = _bare(source.text(at, end))
+        key = _bare(source.text(at, end)).partition('"')[0]
         if not key:
             return self._last == "\n"
         if key in self._given or not (yield from source.ahead(self._tags.value[0], end)):
@@ -474,7 +497,7 @@ def _bare(name: str) -> str:
 
 
 def _stem(tag: str) -> str:
-    found = re.match(r"<[\w:]+", tag)
+    found = re.match(r"<[^\s=]+", tag)
     return found[0] if found else ""
 
 
@@ -489,7 +512,8 @@ def _dropped(reading: Reading[object]) -> Reading[None]:
             yield None
 
 
-def _as_json(word: str, text: str, types: frozenset[str]) -> str:
+def as_json(word: str, text: str, types: frozenset[str]) -> str:
+    """Return the JSON of a value of one of ``types``; ``word`` is its text without white space."""
     word = CONSTANTS.get(word, word)
     if "string" in types and word != "null":
         return json.dumps(text, ensure_ascii=False)
@@ -501,27 +525,35 @@ def _as_json(word: str, text: str, types: frozenset[str]) -> str:
 
 def tagged_block(lark: Lark, tools: Sequence[Tool], tags: Tags) -> str:
     """Return the grammar for one function call in tags; each call has its own block."""
-    # A string is all text before the closing tag.
-    lark.up_to(tags.value_end, "plain")
     close = f'{lark.mark(tags.function_end)} "\\n"' if tags.function_end else ""
 
     def written(tool: Tool) -> str:
-        begin = lark_text(f"\n{tags.function}{tool.name}{tags.quote}{tags.named}\n")
+        begin = lark.mark(f"\n{tags.function}{tool.name}{tags.quote}{tags.named}\n")
         if not tags.function:
             begin = lark_text(f"{tool.name}\n")
-        return f"{begin} {_tagged(lark, tool, tools.index(tool), tags)} {close}"
+        return f"{begin} {tagged_arguments(lark, tool, tools.index(tool), tags)} {close}"
 
     return f"{lark.each(tools, written)} {lark.mark(tags.end)}"
 
 
-def _tagged(lark: Lark, tool: Tool, index: int, tags: Tags) -> str:
+def tagged_arguments(lark: Lark, tool: Tool, index: int, tags: Tags) -> str:
+    """Return the grammar for the arguments of a call in tags.
+
+    ``index``: the number of the tool, which names its rules.
+    """
     parts = []
-    brk, after = (r'"\n"', r'"\n"') if tags.has_breaks else ("", r'"\n"')
+    # A string is all text before the closing tag.
+    lark.up_to(tags.value_end, "plain")
+    after = lark_text(tags.line) if tags.line else ""
+    brk = after if tags.has_breaks else ""
     for key, schema in properties_of(tool).items():
         marks = r' "\n" '.join(map(lark.mark, tags.value))
-        begin = f"{lark.mark(tags.parameter)} {lark_text(key + tags.quote)} {marks} {brk}"
+        found = kinds(schema, tool.parameters or {}) or {"string"}
+        kind = "string" if "string" in found else min(found)
+        begin = f"{lark.mark(tags.parameter)} {lark_text(key + tags.quote + tags.attribute(kind))}"
+        begin = f"{begin} {marks} {brk}"
         end = f"{brk} {lark.mark(tags.value_end)} {after}"
-        if "string" not in (kinds(schema, tool.parameters or {}) or {"string"}):
+        if kind != "string":
             part = f"{begin} {_of(tool, key, schema)} {end}"
         elif texts := [each for each in listed_values(schema) if isinstance(each, str)]:
             part = f"{begin} ({' | '.join(map(lark_text, texts))}) {end}"

@@ -7,7 +7,7 @@ types, names and listed values, and ignores other keywords.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
 from ...structured.lark_regex import matches
@@ -150,6 +150,29 @@ def kinds(schema: object, root: Schema) -> frozenset[str]:
     circular or lead to many schemas: each schema is read once, and at most `MAX_SCHEMAS` are read.
     """
     names: set[str] = set()
+    for each in _variants(schema, root):
+        names |= _own_kinds(each)
+    return frozenset(names)
+
+
+def child(schema: object, root: Schema, name: str | None) -> Schema:
+    """Return the schema of a member of an object, or of the items of a list (``name`` is None).
+
+    Returns {} if the schema does not tell. ``root``: the schema that references point into.
+    """
+    for each in _variants(schema, root):
+        found = each.get("items") if name is None else _properties(each).get(name)
+        found = each.get("additionalProperties") if name and found is None else found
+        if isinstance(found, Mapping):
+            return found
+    return {}
+
+
+def _variants(schema: object, root: Schema) -> Iterator[Schema]:
+    """Yield a schema and its alternatives, with references followed.
+
+    Each schema is yielded once, and at most `MAX_SCHEMAS` are read.
+    """
     seen: set[int] = set()
     left = [schema]
     while left and len(seen) < MAX_SCHEMAS:
@@ -159,9 +182,8 @@ def kinds(schema: object, root: Schema) -> frozenset[str]:
             if isinstance(path := each.get("$ref"), str):
                 left.append(_target(root, path))
             else:
-                names |= _own_kinds(each)
+                yield each
                 left += _alternatives(each)
-    return frozenset(names)
 
 
 def _own_kinds(schema: Schema) -> set[str]:

@@ -53,7 +53,7 @@ class ContentMarks:
         added = tokenizer.added_names
         special = {name for name, is_special in added.items() if is_special}
         other = added.keys() - special
-        family = FAMILIES.get(syntax.tool_parser)
+        family = syntax.family
         own = set() if family is None or family.reads_thoughts else {*family.marks}
         if syntax.thinking is not None:
             own |= {syntax.thinking.begin, syntax.thinking.end}

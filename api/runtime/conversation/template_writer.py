@@ -8,7 +8,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from ...parsing.families import FAMILIES
 from ...parsing.family import as_they_are
 from ...parsing.formats.generic import GENERIC
 from ...parsing.output_format import Syntax
@@ -112,7 +111,7 @@ class TemplateWriter:
         if parser == GENERIC:
             return fit_as_text(messages, tools, facts), []
         turns = fit(messages, facts, parser)
-        family = FAMILIES.get(parser)
+        family = self._syntax.family
         if family is not None and family.prepare is not as_they_are:
             written = family.prepare([turn.message for turn in turns])
             turns = [Turn(each, turn.index) for turn, each in zip(turns, written, strict=True)]

@@ -33,6 +33,9 @@ MAX_SAMPLES = 4  # maximum number of texts per pattern
 OF_TEXT = ("pattern", "format", "minLength", "maxLength")
 OF_NUMBER = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _LAZY = re.compile(r"^\w+\[lazy\]: /\(\?s:\.\*\)((?:\\.|[^\\/])+)/$", re.MULTILINE)
+_BEFORE_TOKEN = re.compile(  # the end of a text, and the token after it
+    r"^(\w+_LAST): /\(\?s:\.\*\)((?:\\.|[^\\/])+)/ & .*\n\w+: (?:.* )?\1 <\[(\d+)\]>", re.MULTILINE
+)
 
 
 class HintFinder:
@@ -113,6 +116,9 @@ class HintFinder:
         for mark in dict.fromkeys(_LAZY.findall(source)):
             if ids := self._tokens(re.sub(r"\\(.)", r"\1", mark)):
                 yield ids
+        for _, mark, token_id in dict.fromkeys(_BEFORE_TOKEN.findall(source)):
+            if ids := self._tokens(re.sub(r"\\(.)", r"\1", mark)):
+                yield [*ids, int(token_id)]
 
 
 def _leaves(schema: object) -> Iterator[Schema | bytes]:

@@ -8,6 +8,7 @@ import pytest
 
 from foretoken.api.parsing.families import FAMILIES
 from support.deviations import MARKS, ONE, SI, TOOLS, TWO, F, G, check, of
+from support.format_texts import BOTH, WRAPPED
 from support.parse_harness import Read, by_kind, parse, syntax
 
 # -- tags -----------------------------------------------------------------------------------------
@@ -293,7 +294,7 @@ def test_kimi(title):
     check("kimi", f"Ok.{text}", *calls, words="Ok.")
 
 
-@pytest.mark.parametrize("family", [each for each in FAMILIES if each != "harmony"])
+@pytest.mark.parametrize("family", [each for each in FAMILIES if each not in WRAPPED - {"kimi-k3"}])
 @pytest.mark.parametrize("tag", ["tool_call", "tool_calls", "function_calls"])
 def test_functions_between_tags_of_others(family, tag):
     parameters = '<parameter name="s">x</parameter>\n<parameter name="i">3</parameter>'
@@ -491,6 +492,7 @@ def test_arguments_of_harmony_that_are_no_object_are_kept_in_one():
 # -- all readers ----------------------------------------------------------------------------------
 
 WHOLE = {
+    **BOTH,
     **{family: f"{begin}{ONE}\n{TWO}{end}" for family, (begin, end) in MARKS.items()},
     "qwen3-coder": coder(S, I3) + "\n" + coder(S, I3),
     "minimax": minimax(MS, MI),

@@ -19,6 +19,7 @@ from foretoken.api.parsing.reading.offers import kinds
 from foretoken.api.runtime.conversation.custom_tools import custom_tool, input_of
 from foretoken.api.structured.grammar_text import json_rule
 from foretoken.api.types.results import Tool, ToolChoice
+from support.format_texts import BEGINNINGS, UNMARKED
 from support.parse_harness import WEATHER, F, Read, read, syntax
 from support.patches import SHORT, SHORT_GRAMMAR
 from support.random_walk_model import Model
@@ -66,9 +67,9 @@ def hermes(body: str) -> str:
     return f"<tool_call>\n{body}\n</tool_call>"
 
 
-GEMMAS = {name: family for name, family in FAMILIES.items() if name in GEMMA}
+GEMMAS = {name: family for name, family in FAMILIES.items() if name in (*GEMMA, "minimax-m3")}
 WHOLE = [name for name in FAMILIES if name not in GEMMAS]  # whose values are JSON, or nearly
-BEGINNINGS = {"llama3": "{", "pythonic": "[", "harmony": "<|channel|>commentary"}
+TEXTS = {*TAGGED, "deepseek-dsml", "gigachat-gcml", "kimi-k3", "muse"}  # strings are texts
 TYPED = Tool(
     name="typed",
     parameters={
@@ -130,7 +131,7 @@ def check_calls(calls: list[tuple[str, str, bool]]) -> None:
     ("family", "template"), [*((family, "") for family in WHOLE), ("deepseek", "```json")]
 )
 def test_forced_calls_are_read_as_valid_calls(model, family, template):
-    tools = (TEXT, NODE, F) if family in TAGGED else (STRICT, NODE, F)
+    tools = (TEXT, NODE, F) if family in TEXTS else (STRICT, NODE, F)
     syntax = model.syntax(family, template=template)
     text = syntax.constrain(ANY, tools=tools, choice=REQUIRED)
     for seed in range(6):
@@ -189,7 +190,8 @@ def test_words_are_free_and_calls_among_them_valid(model, family):
     text = syntax.constrain(ANY, tools=(NODE, F), choice=AUTO)
     assert model.accepts(text, "Plain words, <b>tags</b> and (brackets).")
     assert model.accepts(text, "")
-    begin = BEGINNINGS.get(family) or f"Hm.\n{FAMILIES[family].marks[0]}"
+    begin = (BEGINNINGS.get(family) or FAMILIES[family].marks[0]).replace("{tool}", "tree")
+    begin = begin if family in UNMARKED else f"Hm.\n{begin}"
     for seed in range(3):
         ids = model.walk(text, seed, begin)
         answer = model.spell(ids, syntax.shown_ids(tools=True))
@@ -409,7 +411,7 @@ def test_the_input_of_a_custom_tool_follows_its_grammar_in_every_format(model, f
     patch = custom_tool("apply-patch", None, "lark", SHORT_GRAMMAR, param="tools[0]")
     syntax = model.syntax(family)
     text = syntax.constrain(ANY, tools=(patch,), choice=choice)
-    begin = BEGINNINGS.get(family) or FAMILIES[family].marks[0]
+    begin = (BEGINNINGS.get(family) or FAMILIES[family].marks[0]).replace("{tool}", patch.name)
     for seed in range(2):
         ids = model.walk(text, seed, "" if choice is REQUIRED else begin)
         answer = model.spell(ids, syntax.shown_ids(tools=True))

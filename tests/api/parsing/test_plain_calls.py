@@ -29,7 +29,7 @@ WEATHER = Tool(
 )
 LIST = Tool(name="list_files")
 TOOLS = (WEATHER, LIST)
-OWN = ("llama3", "pythonic")  # formats without marks, which begin as other answers may
+OWN = ("llama3", "pythonic", "xlam")  # formats without marks, which begin as other answers may
 CALL = '{"name": "get_weather", "arguments": {"city": "Paris"}}'
 PARIS = ("get_weather", {"city": "Paris"})
 INDENTED = json.dumps(json.loads(CALL), indent=2)
@@ -154,7 +154,7 @@ def test_a_call_that_ends_an_answer(title):
 def test_every_reader_takes_them(family):
     for text in (CALL, f"```json\n{INDENTED}\n```", f"[{CALL}]"):
         assert calls_of(of(text, family)) == [PARIS]
-    if family != "harmony":
+    if family not in ("harmony", "muse"):
         assert calls_of(of(f"Well.\n{CALL}", family)) == [PARIS]
 
 

@@ -20,6 +20,8 @@ from foretoken.api.serving.errors import _param
 from foretoken.api.structured import grammar_text
 from foretoken.api.text.detokenizer import StopStrings
 from foretoken.api.types.results import Tool
+from support.format_texts import BEGINNINGS as FIRST
+from support.format_texts import BOTH
 
 pytestmark = pytest.mark.slow
 
@@ -80,16 +82,19 @@ NUM_CHARS, NUM_TOGETHER = 2**14, 16
 def test_readers_of_calls_that_come_in_pieces(family):
     tools = [Tool(name="f", parameters={"type": "object"})]
     marks = FAMILIES[family].marks
-    for beginning in ["", *BEGINNINGS.get(family, [marks[0], "".join(marks)])]:
+    first = FIRST.get(family) or marks[0]
+    for beginning in ["", *BEGINNINGS.get(family, [first, "".join(marks), BOTH.get(family, "")])]:
         for piece in PIECES:
-            parser = ReaderParser(reader_of(family, tools))
+            parser = ReaderParser(reader_of(FAMILIES[family], tools))
             text = beginning + repeated(piece, NUM_CHARS)
             assert seconds(_feed, parser, text) < SECONDS, (beginning, piece)
 
 
 def test_a_reader_of_thoughts_that_come_in_pieces():
     for piece in ("<", "</think", "</think>", " "):
-        parser = thinking_parser(THINK, ThinkingState.OPEN, ReaderParser(reader_of("hermes", [])))
+        parser = thinking_parser(
+            THINK, ThinkingState.OPEN, ReaderParser(reader_of(FAMILIES["hermes"], []))
+        )
         assert seconds(_feed, parser, repeated(piece, NUM_CHARS)) < SECONDS, piece
 
 

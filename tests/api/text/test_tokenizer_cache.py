@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
 import pytest
 
 from foretoken.api.text import tokenizer_cache
+from foretoken.api.text.tokenizer import Tokenizer
 from foretoken.api.text.tokenizer_cache import LoadedTokenizer, load_tokenizer
 
 from .test_gguf_tokenizer import write
@@ -40,6 +42,7 @@ def same(one: LoadedTokenizer, other: LoadedTokenizer) -> bool:
         and one.backend_tokenizer.to_str() == other.backend_tokenizer.to_str()
         and one.chat_template == other.chat_template
         and one.special_tokens_map == other.special_tokens_map
+        and one.response_template == other.response_template
     )
 
 
@@ -53,6 +56,24 @@ def test_the_tokenizer_of_a_folder_is_kept_too(byte_level_folder, monkeypatch):
     first = load_tokenizer(byte_level_folder)
     assert first.chat_template
     assert same(first, again(byte_level_folder, monkeypatch))
+
+
+def test_the_response_template_of_a_folder_is_kept_and_a_chat_template_replaces_it(
+    byte_level_folder, monkeypatch, tmp_path
+):
+    folder = tmp_path / "described"
+    shutil.copytree(byte_level_folder, folder)
+    config = folder / "tokenizer_config.json"
+    given = {"fields": {"content": {}}}
+    config.write_text(json.dumps({**json.loads(config.read_text()), "response_template": given}))
+    first = load_tokenizer(folder)
+    assert first.response_template == given
+    assert same(first, again(folder, monkeypatch))
+    tokenizer = Tokenizer(first, max_model_len=64)
+    assert tokenizer.response_template == given
+    tokenizer.use_template("{{ messages }}", {})
+    assert tokenizer.response_template is None
+    tokenizer.close()
 
 
 def test_another_file_has_its_own_tokenizer(model, byte_level_folder, tmp_path):
