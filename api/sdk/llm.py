@@ -16,8 +16,9 @@ from ...core.errors import EngineDead, ForetokenError
 from ..build.built import Built
 from ..runtime.preprocess import Conversation, Prompt
 from ..runtime.serving_engine import ServingEngine
-from ..types.results import Completion, Embedding, RankedDocument, TextDelta
+from ..types.results import Choice, Completion, Embedding, RankedDocument, TextDelta
 from ..types.sampling_params import SamplingParams
+from ..types.verdict import Verdict
 from .async_llm import (
     AsyncLLM,
     EmbedCall,
@@ -27,6 +28,7 @@ from .async_llm import (
     OneChat,
     Params,
     RerankCall,
+    VerifyCall,
 )
 
 T = TypeVar("T")
@@ -281,6 +283,16 @@ class LLM:
     ) -> list[RankedDocument]:
         """Return the documents with scores for a query, best first, like `AsyncLLM.rerank`."""
         return self._run(self._llm.rerank(query, documents, **options))
+
+    def verify(
+        self,
+        prompt: Prompt | Conversation,
+        answer: Choice | str | Sequence[int],
+        params: SamplingParams | None = None,
+        **options: Unpack[VerifyCall],
+    ) -> Verdict:
+        """Return whether the model gives a recorded answer, like `AsyncLLM.verify`."""
+        return self._run(self._llm.verify(prompt, answer, params, **options))
 
     def _read(self, deltas: AsyncGenerator[TextDelta]) -> Iterator[TextDelta]:
         reader = _Reader(deltas)

@@ -250,7 +250,8 @@ CLASSES = (
     "api.sdk.llm.LLM", "api.sdk.async_llm.AsyncLLM", "api.types.sampling_params.SamplingParams",
     "api.types.results.Completion", "api.types.results.Choice", "api.types.results.ToolCall",
     "api.types.results.TextDelta", "core.interface.request.Usage", "api.types.results.Embedding",
-    "api.types.results.RankedDocument", "core.config.EngineConfig",
+    "api.types.results.RankedDocument", "api.types.verdict.Verdict", "api.types.verdict.Difference",
+    "api.types.verdict.ComparedToken", "core.config.EngineConfig",
 )  # fmt: skip
 ERRORS = (
     "ForetokenError", "InvalidRequest", "PromptTooLong", "QueueFull", "DeadlineExceeded",

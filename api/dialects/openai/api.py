@@ -6,6 +6,7 @@ from ...serving.dialect import Api
 from ..batches.routes import BatchRoutes, FileRoutes
 from ..pooled.routes import EmbeddingsRoute, RerankRoute, ScoreRoute
 from ..responses.routes import KeptResponses, ResponsesCount, ResponsesRender, ResponsesRoute
+from ..verifying.routes import ChatVerify, CompletionsVerify
 from .routes import ChatRender, ChatRoute, CompletionsRender, CompletionsRoute
 
 OPENAI = Api(
@@ -21,6 +22,8 @@ OPENAI = Api(
         CompletionsRender,
         ResponsesCount,
         ResponsesRender,
+        ChatVerify,
+        CompletionsVerify,
     ),
     endpoints=(KeptResponses, FileRoutes, BatchRoutes),
 )
