@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from foretoken import LLM, AsyncLLM, Choice, InvalidRequest, SamplingParams
 from foretoken.api.structured.grammar_text import json_rule
+from support.image_folders import image_part, picture, text_part, write_image_folder
+from support.lora_models import AdaptedModel
 
 OPTIONS = {"kv_tokens": 8192, "max_model_len": 512, "threads": 1}
 PROMPT = "def fibonacci(n):\n"
@@ -322,3 +325,42 @@ def test_a_seed_is_required(llm: LLM) -> None:
     with pytest.raises(InvalidRequest) as refused:
         llm.verify(PROMPT, [5], SamplingParams(temperature=1))
     assert refused.value.param == "seed"
+
+
+def test_an_adapter_counts(tmp_path: Path) -> None:
+    adapted = AdaptedModel(tmp_path)
+    lora = {name: adapted.path(name) for name in ("sql", "poems")}
+    params = SamplingParams(seed=2, max_tokens=16, ignore_eos=True)
+    with LLM(adapted.base, lora=lora, page_size=4, kv_tokens=4096, threads=1) as llm:
+        choice = llm.generate("bears sleep", params, lora="sql").choices[0]
+        assert llm.verify("bears sleep", choice, params, lora="sql").verified
+        found = llm.verify("bears sleep", choice, params, lora="poems")
+        own = llm.generate("bears sleep", params, lora="poems").token_ids
+        first = next(
+            at
+            for at, each in enumerate(zip(own, choice.token_ids, strict=True))
+            if len({*each}) > 1
+        )
+        assert found.first_difference is not None
+        assert found.first_difference.position == first
+        assert found.first_difference.margin is not None
+
+
+def test_an_image_counts(tmp_path: Path) -> None:
+    write_image_folder(tmp_path, "smolvlm")
+    params = SamplingParams(seed=3, max_tokens=12, ignore_eos=True)
+    first, second = (
+        [{"role": "user", "content": [text_part("what is"), image_part(picture(each))]}]
+        for each in (1, 2)
+    )
+    with LLM(tmp_path, page_size=4, kv_tokens=4096, threads=1) as llm:
+        choice = llm.chat(first, params).choices[0]
+        assert llm.verify(first, choice, params).verified
+        wrong = [*choice.token_ids[:5], choice.token_ids[5] + 1]
+        difference = llm.verify(first, wrong, params).first_difference
+        assert difference is not None
+        assert difference.position == 5
+        assert difference.margin is not None
+        own = llm.chat(second, params).choices[0]
+        found = llm.verify(second, choice, params)
+        assert found.verified == (own.token_ids == choice.token_ids)

@@ -13,6 +13,7 @@ import dataclasses
 from array import array
 from collections.abc import Mapping
 from contextlib import aclosing
+from typing import TYPE_CHECKING
 
 from ....core.errors import DeadlineExceeded, EngineDead
 from ....core.interface.request import DEFAULT_CACHE, CacheOptions
@@ -27,6 +28,9 @@ from ..engine_client import EngineClient
 from ..generation import Answer
 from ..preprocess import Prompt, PromptTokens
 from .recorded import Comparison, RecordedAnswer
+
+if TYPE_CHECKING:
+    from ....core.sampling.explanation import Explanation
 
 MOST_TEXT = 256  # characters of a recorded text from which its next token is found
 
@@ -149,11 +153,9 @@ class AnswerVerifier:
     async def _explained(
         self, answer: Answer, same: list[int], given: int | None, own: int | None
     ) -> Difference:
-        from .explanation import explain  # imports torch
-
         tokens = array("q", [*answer.prompt.cached_ids, *same])
         logits, sampling = await self._logits(answer, same), _forked(answer.request.sampling)
-        found = await asyncio.to_thread(explain, logits, tokens, sampling, given, own)
+        found = await asyncio.to_thread(_explain, logits, tokens, sampling, given, own)
         # The logits of another form of the same prompt, as of packed KV, do not explain the choice.
         is_sure = own is None or found.chosen == own
         return Difference(
@@ -228,6 +230,18 @@ class VisibleText:
 def reads_only(cache: CacheOptions) -> CacheOptions:
     """Return the options of a request that reads the cache as ``cache`` says and writes nothing."""
     return CacheOptions(read=cache.read, write=False)
+
+
+def _explain(
+    logits: array[float],
+    tokens: array[int],
+    sampling: SamplingMetadata,
+    given: int | None,
+    own: int | None,
+) -> Explanation:
+    from ....core.sampling.explanation import explain  # imports torch, which a front does not need
+
+    return explain(logits, tokens, sampling, given, own)
 
 
 def _forked(sampling: SamplingMetadata) -> SamplingMetadata:

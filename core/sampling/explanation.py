@@ -15,11 +15,11 @@ import torch
 from msgspec import Struct
 from torch import Tensor
 
-from ....core.interface.sampling import SamplingMetadata
-from ....core.sampling.drafted_row import DraftedRow
-from ....core.sampling.logits_processors import scaled, truncate
-from ....core.sampling.logprobs import token_logprobs
-from ....core.sampling.verifier import best, processed
+from ..interface.sampling import SamplingMetadata
+from .drafted_row import DraftedRow
+from .logits_processors import scaled, truncate
+from .logprobs import token_logprobs
+from .verifier import best, processed
 
 CUTS = {"top_k": 0, "min_p": 0.0, "top_p": 1.0}  # parameters that cut, and their neutral values
 
@@ -28,8 +28,9 @@ class Explanation(Struct, kw_only=True, frozen=True):
     """Reasons why a position has another token.
 
     ``chosen``: the token that the sampler draws from these logits; None if it can draw none.
-    ``logprobs``: raw log-probabilities of the two tokens, by id. `Difference` describes ``margin``
-    and ``excluded_by``.
+    ``logprobs``: raw log-probabilities of the two tokens, by id. ``margin``: by how much the score
+    of the model's token is higher; None if the other token is excluded. ``excluded_by``: the
+    parameter that excludes the other token; None if it is not excluded.
     """
 
     chosen: int | None
