@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -131,3 +133,30 @@ def test_batches_verify_answers(url: str) -> None:
         ]
     verdicts = {each["custom_id"]: each["response"]["body"]["verified"] for each in found}
     assert verdicts == {name: name.startswith("right") for name, _ in lines}
+
+
+SCRIPTED = Path(__file__).parents[1] / "support" / "scripted_server.py"
+THOUGHT, WORDS = "The user wants a greeting, a short one.", "Hello to you, and to all of you."
+
+
+def test_the_content_after_a_thought_is_verified() -> None:
+    flags = ["--port", "0", "--kv-tokens", "4096", "--reasoning-parser", "think"]
+    asked = {"role": "user", "content": f"[[<think>\n{THOUGHT}\n</think>\n{WORDS}]]"}
+    body = {"messages": [asked], "max_tokens": 200, "temperature": 0}
+    with running(started_by=[sys.executable, str(SCRIPTED), *flags]) as server:
+        (choice,) = choices(server.url, CHAT, body)
+        message, reason = choice["message"], choice["finish_reason"]
+        assert message["reasoning_content"].strip() == THOUGHT
+        given = {"text": message["content"], "finish_reason": reason}
+        found = verdict(server.url, CHAT, body, answer=given, return_token_ids=True)
+        assert (found["verified"], found["finish_reason"]) == (True, reason)
+        assert found["token_ids"] == choice["token_ids"]
+        given["text"] = message["content"].replace("all", "some")
+        found = verdict(server.url, CHAT, body, answer=given)
+        at = found["first_difference"]["position"]
+        ids = {"token_ids": choice["token_ids"][:at], "finish_reason": None}
+        part = verdict(server.url, CHAT, body, answer=ids)
+        assert (part["verified"], part["checked_tokens"]) == (True, at)
+        own = found["first_difference"]["own"]
+        assert own["id"] == choice["token_ids"][at]
+        assert "all".startswith(own["text"].strip())
