@@ -199,6 +199,20 @@ def test_how_an_answer_ends_is_compared(llm: LLM, answers: dict[str, Choice]) ->
     assert (other.verified, other.finish_reason) == (False, "length")
 
 
+def test_the_text_after_the_end_of_an_answer_is_a_difference(
+    llm: LLM, answers: dict[str, Choice]
+) -> None:
+    for kind in ("sampled", "schema"):  # the end by the limit, and by a stop token
+        choice = answers[kind]
+        found = llm.verify(PROMPT, f"{choice.text}\x07", params_of(kind))
+        assert found.first_difference is not None
+        assert found.first_difference.given is not None
+        assert found.first_difference.given.text == "\x07"
+        num_tokens = len(choice.token_ids) - (choice.finish_reason == "stop")
+        assert found.first_difference.position == num_tokens
+        assert found.finish_reason == choice.finish_reason
+
+
 def test_a_stop_token_may_be_left_out(llm: LLM, answers: dict[str, Choice]) -> None:
     choice = answers["schema"]
     assert choice.finish_reason == "stop"

@@ -2,8 +2,9 @@
 
 The verifier of speculative decoding accepts exactly the tokens that the model chooses with this
 seed and these parameters, so the check needs no rule of its own: it ends at the first token that is
-not the recorded one. It takes a step for every 64 tokens. It reads the prefix cache, and no page of
-the answer enters the cache.
+not the recorded one. A step compares up to 65 tokens; up to 25 if a drafter with weights is loaded,
+because the controller then decides about drafts. The prefix cache is read, and no page of the
+answer enters it.
 """
 
 from __future__ import annotations
@@ -89,6 +90,7 @@ class AnswerVerifier:
         prompt_len, context = len(answer.prompt_token_ids), self._llm.built.max_model_len
         recorded.check_room(prompt_len, context)
         comparison = await self._replay(answer, recorded, text)
+        answer.close()  # the tokens after the comparison are not needed
         difference = await self._difference(answer, recorded, comparison, text.finish_reason)
         return Verdict(
             verified=difference is None,

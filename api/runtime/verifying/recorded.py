@@ -105,7 +105,7 @@ class Comparison:
     def __init__(self, recorded: RecordedAnswer) -> None:
         self.own: list[int] = []  # the model's tokens, the one after the recorded answer included
         self.text = ""  # the model's visible text
-        self.num_same_chars = 0  # length of the visible text before the last token
+        self._num_chars_before = 0  # length of the visible text before the last token
         self.is_different = self.is_longer = False
         self._recorded = recorded
 
@@ -114,7 +114,7 @@ class Comparison:
 
         ``is_stop``: whether it is a stop token, which a recorded answer may lack.
         """
-        self.num_same_chars = len(self.text)
+        self._num_chars_before = len(self.text)
         self.own.append(token_id)
         self.text += text
         given, known = self._recorded.token_ids, self._recorded.text or ""
@@ -135,6 +135,11 @@ class Comparison:
         if given is None:
             return len(self.text) < len(self._recorded.text or "")
         return len(self.own) < len(given)
+
+    @property
+    def num_same_chars(self) -> int:
+        """Length of the visible text of the tokens before the first difference."""
+        return self._num_chars_before if self.is_different else len(self.text)
 
     @property
     def num_checked(self) -> int:
