@@ -160,3 +160,18 @@ def test_the_content_after_a_thought_is_verified() -> None:
         own = found["first_difference"]["own"]
         assert own["id"] == choice["token_ids"][at]
         assert "all".startswith(own["text"].strip())
+
+
+def test_openais_client_verifies_its_own_answers(url: str) -> None:
+    with OpenAI(base_url=f"{url}/v1", api_key="none") as client:
+        asked: dict[str, Any] = {"model": "foretoken-builtin", "seed": 5, "max_tokens": 20}
+        asked["messages"] = MESSAGES
+        said = client.chat.completions.create(**asked).choices[0]
+        for content in (said.message.content, f"{said.message.content} more"):
+            given = {"text": content, "finish_reason": said.finish_reason}
+            found = client.post(
+                "/chat/completions/verify",
+                body={**asked, "answer": given},
+                cast_to=dict[str, Any],
+            )
+            assert found["verified"] == (content == said.message.content)
