@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         ToolCall,
     )
     from .api.types.sampling_params import SamplingParams
+    from .api.types.verdict import Verdict
     from .core.interface.request import Usage
 
 __all__ = [
@@ -54,6 +55,7 @@ __all__ = [
     "ToolCall",
     "Unavailable",
     "Usage",
+    "Verdict",
     "__version__",
 ]
 
@@ -62,6 +64,7 @@ _HOMES = {
     "AsyncLLM": ".api.sdk.async_llm",
     "SamplingParams": ".api.types.sampling_params",
     "Usage": ".core.interface.request",
+    "Verdict": ".api.types.verdict",
 }
 _RESULTS = ".api.types.results"
 

@@ -183,6 +183,17 @@ COMMANDS = (
         "inexact model.",
     ),
     Command(
+        "verify",
+        "verify that a model gives recorded answers, with their seeds",
+        "FILE [MODEL] [flags]",
+        "verify:verify",
+        "verify:add_flags",
+        has_model=True,
+        settings="verify:KINDS",
+        epilog="Exit status: 0 if the model gives all answers, 1 if one differs, 3 if answers of "
+        "an inexact model differ.",
+    ),
+    Command(
         "train-draft",
         "train a draft for a model on your own data",
         "--target MODEL --data PATH... --kind KIND --out DIR [flags]",

@@ -172,13 +172,20 @@ class ChatAnswer:
         self._answer = answer
         self._llm = llm
         self._chat = chat
+        self._make_parser = make_parser
         self._hands_out = hands_out  # whether to return the message's token ids
         self._history = history
         self._on_choice = on_choice  # called at the end of each choice
-        self._readers = [
-            ChoiceReader(make_parser(), chat.tool_choice, index=index)
-            for index in range(answer.params.n)
-        ]
+        self._readers = [self.reader(index) for index in range(answer.params.n)]
+
+    def reader(self, index: int = 0) -> ChoiceReader:
+        """Return a new parser of the text of one choice."""
+        return ChoiceReader(self._make_parser(), self._chat.tool_choice, index=index)
+
+    @property
+    def answer(self) -> Answer:
+        """The generations whose text the message is."""
+        return self._answer
 
     @property
     def usage(self) -> Usage:

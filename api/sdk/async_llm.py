@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequen
 from contextlib import aclosing
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any, Literal, TypedDict, TypeVar, Unpack, overload
+from typing import Any, Literal, TypedDict, TypeGuard, TypeVar, Unpack, overload
 
 import msgspec
 
@@ -38,8 +38,11 @@ from ..runtime.preprocess import (
     one_params,
     with_adapter,
 )
+from ..runtime.verifying.answer_verifier import AnswerVerifier
+from ..runtime.verifying.recorded import RecordedAnswer
 from ..text.chat_template import check_messages
 from ..types.results import (
+    Choice,
     Completion,
     Decisions,
     Embedding,
@@ -49,6 +52,7 @@ from ..types.results import (
     ToolChoice,
 )
 from ..types.sampling_params import SamplingParams
+from ..types.verdict import Verdict
 
 T = TypeVar("T")
 Params = SamplingParams | Sequence[SamplingParams] | None
@@ -109,6 +113,14 @@ class RerankCall(PooledCall, total=False):
 
     top_n: int | None
     instruct: str | None
+
+
+class VerifyCall(ChatFields, total=False):
+    """Options of `verify`."""
+
+    finish_reason: str | None
+    index: int
+    lora: str | None
 
 
 class ChatOptions:
@@ -397,6 +409,36 @@ class AsyncLLM(EngineClient):
         asked = await self._decider.open(chat, read_questions(questions), params)
         return asked.decide(await self._read(asked.prompts))
 
+    async def verify(
+        self,
+        prompt: Prompt | Conversation,
+        answer: Choice | str | Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        finish_reason: str | None = None,
+        index: int = 0,
+        lora: str | None = None,
+        tools: GivenTools | None = None,
+        tool_choice: GivenChoice = None,
+        parallel_tool_calls: bool = True,
+    ) -> Verdict:
+        """Return whether the model gives a recorded answer to a prompt or a conversation.
+
+        ``answer``: a choice of a `Completion`, with its index and finish reason; or the text or the
+        token ids of choice ``index``, which ended with ``finish_reason`` (None: not compared).
+        ``params``: the parameters of the request, with its seed unless the temperature is 0. Raises
+        `InvalidRequest`, which names the field.
+        """
+        await self.start()
+        own = one_params(with_adapter(params, lora))
+        recorded = _recorded(answer, finish_reason, index)
+        verifier = AnswerVerifier(self, self._chat_client)
+        if _is_text_prompt(prompt):
+            return await verifier.verify_text(prompt, own, recorded)
+        options = ChatOptions(tools, tool_choice, is_parallel=parallel_tool_calls)
+        conversation: Conversation = prompt  # type: ignore[assignment]
+        return await verifier.verify_chat(options.chat_input(conversation, own), recorded)
+
     async def _read(self, prompts: PooledPrompts) -> list[Pooled]:
         """Return the results of all prompts. Wait while the queue is full."""
         return await self._patiently(prompts.read)
@@ -511,6 +553,27 @@ class AsyncLLM(EngineClient):
                     raise
                 refused = True
                 await self.wait_for_room(full.retry_after)
+
+
+def _is_text_prompt(given: Prompt | Conversation) -> TypeGuard[Prompt]:
+    """Whether ``given`` is a text or token ids, rather than messages. Raises `InvalidRequest`."""
+    if is_one_prompt(given):
+        return True
+    is_one_conversation(given)
+    return False
+
+
+def _recorded(
+    answer: Choice | str | Sequence[int], finish_reason: str | None, index: int
+) -> RecordedAnswer:
+    if isinstance(answer, Choice):
+        return RecordedAnswer(
+            token_ids=answer.token_ids, finish_reason=answer.finish_reason, index=answer.index
+        )
+    if isinstance(answer, str):
+        return RecordedAnswer(text=answer, finish_reason=finish_reason, index=index)
+    ids: Any = as_tuple("answer.token_ids", answer)
+    return RecordedAnswer(token_ids=ids, finish_reason=finish_reason, index=index)
 
 
 def _inputs(given: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:

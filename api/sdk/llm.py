@@ -16,8 +16,9 @@ from ...core.errors import EngineDead, ForetokenError
 from ..build.built import Built
 from ..runtime.preprocess import Conversation, Prompt
 from ..runtime.serving_engine import ServingEngine
-from ..types.results import Completion, Decisions, Embedding, RankedDocument, TextDelta
+from ..types.results import Choice, Completion, Decisions, Embedding, RankedDocument, TextDelta
 from ..types.sampling_params import SamplingParams
+from ..types.verdict import Verdict
 from .async_llm import (
     AsyncLLM,
     EmbedCall,
@@ -28,6 +29,7 @@ from .async_llm import (
     Params,
     PooledCall,
     RerankCall,
+    VerifyCall,
 )
 
 T = TypeVar("T")
@@ -291,6 +293,16 @@ class LLM:
     ) -> Decisions:
         """Return the answers to questions about one input, like `AsyncLLM.decide`."""
         return self._run(self._llm.decide(input, questions, **options))
+
+    def verify(
+        self,
+        prompt: Prompt | Conversation,
+        answer: Choice | str | Sequence[int],
+        params: SamplingParams | None = None,
+        **options: Unpack[VerifyCall],
+    ) -> Verdict:
+        """Return whether the model gives a recorded answer, like `AsyncLLM.verify`."""
+        return self._run(self._llm.verify(prompt, answer, params, **options))
 
     def _read(self, deltas: AsyncGenerator[TextDelta]) -> Iterator[TextDelta]:
         reader = _Reader(deltas)

@@ -251,7 +251,8 @@ CLASSES = (
     "api.types.results.Completion", "api.types.results.Choice", "api.types.results.ToolCall",
     "api.types.results.TextDelta", "core.interface.request.Usage", "api.types.results.Embedding",
     "api.types.results.RankedDocument", "api.types.results.Decisions",
-    "api.types.results.Decision", "core.config.EngineConfig",
+    "api.types.results.Decision", "api.types.verdict.Verdict", "api.types.verdict.Difference",
+    "api.types.verdict.ComparedToken", "core.config.EngineConfig",
 )  # fmt: skip
 ERRORS = (
     "ForetokenError", "InvalidRequest", "PromptTooLong", "QueueFull", "DeadlineExceeded",

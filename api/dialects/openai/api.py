@@ -14,6 +14,7 @@ from ..responses.routes import (
     ResponsesRender,
     ResponsesRoute,
 )
+from ..verifying.routes import ChatVerify, CompletionsVerify
 from .routes import ChatRender, ChatRoute, CompletionsRender, CompletionsRoute
 
 OPENAI = Api(
@@ -32,6 +33,8 @@ OPENAI = Api(
         ResponsesCount,
         ResponsesRender,
         CompactRoute,
+        ChatVerify,
+        CompletionsVerify,
     ),
     endpoints=(KeptResponses, FileRoutes, BatchRoutes),
 )

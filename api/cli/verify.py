@@ -1,0 +1,175 @@
+"""``foretoken verify``: whether a model gives the recorded answers in a file, without a server."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...core.config import EngineConfig
+from ...core.errors import ForetokenError, InvalidRequest
+from .config import Chosen, given_options
+from .flags import Parser
+
+if TYPE_CHECKING:
+    from ..dialects.batches.bodies import OutputLine
+
+KINDS = (Chosen, EngineConfig)
+DIFFERENT, INEXACT = 1, 3  # exit statuses: an answer differs; one of a model that is not exact
+VERIFY = {"messages": "/v1/chat/completions/verify", "prompt": "/v1/completions/verify"}
+"""Routes by the field of the request that holds the prompt."""
+
+
+def add_flags(parser: Parser) -> None:
+    """Add the arguments of ``foretoken verify``, except the model and settings."""
+    parser.add_argument(
+        "file",
+        metavar="FILE",
+        help='JSON or JSON Lines file; each record is {"request": BODY, "response": BODY} of '
+        "/v1/chat/completions or /v1/completions",
+    )
+
+
+def verify(parsed: argparse.Namespace) -> int:
+    """Verify all choices of all records, print a line for each, and return the exit status.
+
+    Raises `InvalidRequest` for an invalid file, before the model is loaded.
+    """
+    model, options = given_options(parsed, KINDS)
+    lines = list(_lines(Path(parsed.file)))
+    return asyncio.run(_run(lines, model, options))
+
+
+async def _run(lines: list[bytes], model: str | None, options: Mapping[str, Any]) -> int:
+    from ..dialects import open_dialects
+    from ..dialects.batches.lines import LineRunner
+    from ..runtime.interrupts import ending_at_once
+    from ..sdk.async_llm import AsyncLLM
+    from ..serving.serving_context import Service
+    from ..serving.settings import Settings
+
+    found: dict[str, int] = {}
+
+    async def put(line: OutputLine) -> None:
+        text, found[line.custom_id] = _told(line)
+        print(f"{line.custom_id}: {text}", flush=True)
+
+    async def wanted() -> AsyncIterator[bytes]:
+        for line in lines:
+            yield line
+
+    llm = AsyncLLM(model, **options)
+    with ending_at_once():
+        await llm.start()
+    async with llm:
+        service = Service(llm, Settings())
+        runner = LineRunner(
+            service,
+            open_dialects(service),
+            num_places=lambda: llm.engine.limits.max_running,
+        )
+        await runner.run(wanted(), put)
+    return DIFFERENT if DIFFERENT in found.values() else max(found.values())
+
+
+def _told(line: OutputLine) -> tuple[str, int]:
+    """Return the line to print for a verdict, and its exit status."""
+    import msgspec
+
+    from ..dialects.batches.bodies import LineResponse
+    from ..dialects.verifying.bodies import VerdictBody
+
+    response = line.response
+    body = response.body if isinstance(response, LineResponse) else None
+    if not isinstance(body, VerdictBody):
+        error = msgspec.to_builtins(body).get("error", {}) if body is not None else {}
+        return f"not verified: {error.get('message', 'the request failed')}", DIFFERENT
+    if body.verified:
+        return f"verified, {body.checked_tokens} tokens", 0
+    status = DIFFERENT if body.exact else INEXACT
+    first = body.first_difference
+    if first is None or (first.given is None and first.own is None):
+        return f"different: the model's answer ends with {body.finish_reason}", status
+    given, own = (
+        "the end" if each is None else f"{each.text!r} ({each.logprob:.3f})"
+        for each in (first.given, first.own)
+    )
+    text = f"different at token {first.position}: recorded {given}, the model gives {own}"
+    if first.excluded_by is not None:
+        return f"{text}, excluded by {first.excluded_by}", status
+    return text if first.margin is None else f"{text}, margin {first.margin:.3f}", status
+
+
+def _lines(file: Path) -> Iterator[bytes]:
+    """Yield a line of a batch for each choice of each record. Raises `InvalidRequest`."""
+    import msgspec
+
+    for number, record in enumerate(_records(file), 1):
+        where = f"{file}, record {number}"
+        request, response = _field(record, "request", where), _field(record, "response", where)
+        path = next((path for name, path in VERIFY.items() if name in request), None)
+        choices = response.get("choices")
+        if path is None or not isinstance(choices, list) or not choices:
+            raise InvalidRequest(
+                f"{where}: the request needs messages or a prompt, and the response choices",
+                param="file",
+            )
+        for at, choice in enumerate(choices):
+            index = choice.get("index", at) if isinstance(choice, dict) else at
+            answer = _answer(choice, request, f"{where}, choice {index}")
+            yield msgspec.json.encode(
+                {
+                    "custom_id": f"record {number}, choice {index}",
+                    "method": "POST",
+                    "url": path,
+                    "body": {**request, "model": None, "answer": answer, "index": index},
+                }
+            )
+
+
+def _records(file: Path) -> list[Any]:
+    """Return the records of a JSON or JSON Lines file. Raises `InvalidRequest`."""
+    import msgspec
+
+    try:
+        data = file.read_bytes()
+    except OSError as error:
+        raise ForetokenError(f"{file}: {error.strerror}") from None
+    try:
+        whole = msgspec.json.decode(data)
+        records = whole if isinstance(whole, list) else [whole]
+    except msgspec.DecodeError:
+        try:
+            records = [msgspec.json.decode(line) for line in data.splitlines() if line.strip()]
+        except msgspec.DecodeError as error:
+            raise InvalidRequest(f"{file} is not JSON: {error}", param="file") from None
+    if not records:
+        raise InvalidRequest(f"{file} has no records", param="file")
+    return records
+
+
+def _field(record: object, name: str, where: str) -> dict[str, Any]:
+    found = record.get(name) if isinstance(record, dict) else None
+    if not isinstance(found, dict):
+        raise InvalidRequest(f"{where}: {name} must be an object", param="file")
+    return found
+
+
+def _answer(choice: object, request: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return the answer of a choice: its token ids, or its text if they were not recorded."""
+    if not isinstance(choice, dict):
+        raise InvalidRequest(f"{where} must be an object", param="file")
+    reason = choice.get("finish_reason")
+    if (ids := choice.get("token_ids")) is not None:
+        return {"token_ids": ids, "finish_reason": reason}
+    message = choice.get("message") or {}
+    text = message.get("content") if "messages" in request else choice.get("text")
+    if not text or message.get("tool_calls") or request.get("echo"):
+        raise InvalidRequest(
+            f"{where} needs token_ids: record it with return_token_ids, since it has tool calls, "
+            "an echoed prompt, or no text",
+            param="file",
+        )
+    return {"text": text, "finish_reason": reason}

@@ -1,0 +1,1 @@
+"""Routes that verify recorded answers of OpenAI's routes."""

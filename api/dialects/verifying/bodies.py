@@ -1,0 +1,73 @@
+"""Bodies of the routes that verify answers: the body of the request, and its answer."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from msgspec import UNSET, Struct, UnsetType
+
+from ...serving.sampling import TokenIds
+from ...types.verdict import Difference
+from ..openai.bodies import ChatRequest, CompletionRequest
+
+FinishReason = Literal["stop", "length", "tool_calls", "abort"]
+
+
+class GivenAnswer(Struct, kw_only=True, forbid_unknown_fields=True):
+    """``answer``: either the token ids or the text of a choice, and how it ended.
+
+    ``text`` of a conversation is the content of the message.
+    """
+
+    token_ids: TokenIds | None = None
+    text: str | None = None
+    finish_reason: FinishReason | None = None
+
+
+class ChatVerifyRequest(ChatRequest, kw_only=True):
+    """Body of /v1/chat/completions/verify. ``index``: number of the choice, if n is above 1."""
+
+    answer: GivenAnswer
+    index: int = 0
+
+
+class CompletionVerifyRequest(CompletionRequest, kw_only=True):
+    """Body of /v1/completions/verify. ``index``: number of the choice, of all prompts together."""
+
+    answer: GivenAnswer
+    index: int = 0
+
+
+class VerifyPromptDetails(Struct, kw_only=True):
+    """``prompt_tokens_details``."""
+
+    cached_tokens: int
+
+
+class VerifyUsage(Struct, kw_only=True):
+    """``usage``: no token counts as generated.
+
+    ``verify_steps``: number of the steps that compared tokens.
+    """
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: VerifyPromptDetails
+    verify_steps: int
+
+
+class VerdictBody(Struct, kw_only=True):
+    """A verdict: whether the model gives the answer. `Verdict` describes the fields."""
+
+    id: str
+    object: Literal["verification"] = "verification"
+    model: str
+    verified: bool
+    exact: bool
+    checked_tokens: int
+    different_tokens: int
+    finish_reason: str | None
+    first_difference: Difference | None
+    token_ids: list[int] | UnsetType = UNSET  # the compared tokens, only sent if requested
+    usage: VerifyUsage

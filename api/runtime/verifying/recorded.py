@@ -1,0 +1,154 @@
+"""RecordedAnswer: an answer to verify, and its comparison with the tokens of the model."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+from ....core.errors import InvalidRequest
+from ....core.interface.sampling import beyond_vocabulary
+from ....core.options.checks import check_integer, require
+from ...types.sampling_params import MAX_PREDICTION_CHARS, MAX_PREDICTION_IDS, SamplingParams
+from ..engine_client import EngineClient
+from ..preprocess import children
+
+LOOK_UPS = {"radix", "suffix", "ngram"}  # drafters without weights
+WIDEST = 64  # draft tokens of one step
+GOES_ON = (None, "abort")  # finish reasons of an answer that may be a part of the model's answer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedAnswer:
+    """A recorded answer: its token ids or its text, and how it ended.
+
+    ``token_ids`` may lack the stop token. ``text`` is the visible text: in a conversation, the
+    content of the message. ``finish_reason`` None, or "abort": how the answer ends is not compared.
+    ``index``: number of the choice.
+    """
+
+    token_ids: Sequence[int] | None = None
+    text: str | None = None
+    finish_reason: str | None = None
+    index: int = 0
+
+    @property
+    def may_go_on(self) -> bool:
+        """Whether the model's answer may be longer."""
+        return self.finish_reason in GOES_ON
+
+    def check(self, llm: EngineClient) -> None:
+        """Raise `InvalidRequest` for an answer that no model gives; the error names the field."""
+        if (self.token_ids is None) == (self.text is None):
+            raise InvalidRequest("answer must have either token_ids or text", param="answer")
+        if self.text is not None:
+            self._check_text(self.text)
+        else:
+            self._check_ids(llm, self.token_ids or ())
+
+    def _check_text(self, text: str) -> None:
+        name = "answer.text"
+        require(isinstance(text, str) and bool(text), name, "must be a text, and not empty")
+        fits = len(text) <= MAX_PREDICTION_CHARS
+        require(fits, name, f"must have at most {MAX_PREDICTION_CHARS} characters")
+
+    def _check_ids(self, llm: EngineClient, token_ids: Sequence[int]) -> None:
+        name, context = "answer.token_ids", llm.built.max_model_len
+        require(len(token_ids) > 0, name, "must not be empty")
+        fits = len(token_ids) <= MAX_PREDICTION_IDS
+        require(fits, name, f"must have at most {MAX_PREDICTION_IDS} token ids")
+        require({*map(type, token_ids)} == {int}, name, "must be a list of token ids")
+        if problem := beyond_vocabulary(name, token_ids, llm.built.vocab_size):
+            raise InvalidRequest(problem, param=name)
+        self.check_room(0, context)
+
+    def check_room(self, prompt_len: int, context: int) -> None:
+        """Raise `InvalidRequest` if the answer does not fit into the context after the prompt."""
+        num_tokens = prompt_len + len(self.token_ids or ())
+        message = f"does not fit: prompt and answer have {num_tokens} tokens, the context {context}"
+        require(num_tokens <= context, "answer.token_ids", message)
+
+    def replayed(self, llm: EngineClient, params: SamplingParams) -> SamplingParams:
+        """Return the parameters with which the model gives the answer of this index again.
+
+        The recorded answer is their draft. Raises `InvalidRequest` for a wrong index, and without a
+        seed on which the answer depends.
+        """
+        params = llm.built.sampling_defaults.fill(params)
+        check_integer("index", self.index, 0, params.n - 1)
+        if params.prompt_only:
+            raise InvalidRequest("max_tokens must be at least 1", param="max_tokens")
+        if params.seed is None and params.temperature > 0:
+            message = "seed is required: at a temperature above 0, the answer depends on it"
+            raise InvalidRequest(message, param="seed")
+        own, seed = next(islice(children(params), self.index, None))
+        # A proposer would draft beside the answer, as deep as the answer's own draft.
+        is_free = LOOK_UPS.issuperset(llm.built.drafters)
+        return dataclasses.replace(
+            own,
+            seed=seed,
+            logprobs=None,
+            prompt_logprobs=None,
+            prediction=self.text or self.token_ids,
+            speculation=WIDEST if is_free else "auto",
+        )
+
+
+class Comparison:
+    """Compares a recorded answer with the model's tokens, one by one.
+
+    ``is_different``: the last token that was taken is not the recorded one. ``is_longer``: it comes
+    after the end of the recorded answer.
+    """
+
+    def __init__(self, recorded: RecordedAnswer) -> None:
+        self.own: list[int] = []  # the model's tokens, the one after the recorded answer included
+        self.text = ""  # the model's visible text
+        self._num_chars_before = 0  # length of the visible text before the last token
+        self.is_different = self.is_longer = False
+        self._recorded = recorded
+
+    def take(self, token_id: int, text: str, *, is_stop: bool) -> bool:
+        """Take the model's next token and its visible text; return whether to go on.
+
+        ``is_stop``: whether it is a stop token, which a recorded answer may lack.
+        """
+        self._num_chars_before = len(self.text)
+        self.own.append(token_id)
+        self.text += text
+        given, known = self._recorded.token_ids, self._recorded.text or ""
+        if given is None:
+            self.is_longer = len(self.text) > len(known) and self.text.startswith(known)
+            ends_early = is_stop and len(self.text) < len(known)
+            self.is_different = ends_early or not (self.is_longer or known.startswith(self.text))
+        else:
+            at = len(self.own) - 1
+            self.is_longer = at >= len(given) and not is_stop
+            self.is_different = at < len(given) and token_id != given[at]
+        return not (self.is_different or self.is_longer)
+
+    @property
+    def is_shorter(self) -> bool:
+        """Whether the recorded answer has more than the model's tokens."""
+        given = self._recorded.token_ids
+        if given is None:
+            return len(self.text) < len(self._recorded.text or "")
+        return len(self.own) < len(given)
+
+    @property
+    def num_same_chars(self) -> int:
+        """Length of the visible text of the tokens before the first difference."""
+        return self._num_chars_before if self.is_different else len(self.text)
+
+    @property
+    def num_checked(self) -> int:
+        """Number of tokens that were compared with recorded ones."""
+        count = len(self.own) - self.is_longer
+        given = self._recorded.token_ids
+        return count if given is None else min(count, len(given))
+
+    @property
+    def same(self) -> list[int]:
+        """The model's tokens before the first difference."""
+        return self.own[: len(self.own) - (self.is_different or self.is_longer)]

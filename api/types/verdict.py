@@ -1,0 +1,58 @@
+"""Verdict: whether the model gives a recorded answer, and where it first gives another token."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from ...core.interface.request import Usage
+
+
+class ComparedToken(Struct, kw_only=True, frozen=True):
+    """A token at one position. ``logprob``: its log-probability by the model's raw logits."""
+
+    id: int
+    text: str
+    logprob: float
+
+
+class Difference(Struct, kw_only=True, frozen=True):
+    """The first place at which a recorded answer is not the model's.
+
+    - ``position``: index of the token in the answer.
+    - ``given``: the recorded token; None if the recorded answer ends here and the model's does not.
+    - ``own``: the model's token; None if the model's answer ends here and the recorded one does
+      not, or if both end here, but for different reasons.
+    - ``margin``: by how much the model's token has the higher score. The score is the processed
+      logit, divided by the temperature, plus the noise of the seed. None if the recorded token is
+      excluded, or if one of the tokens is missing.
+    - ``excluded_by``: the parameter that excludes the recorded token at this position, if one does.
+    """
+
+    position: int
+    given: ComparedToken | None
+    own: ComparedToken | None
+    margin: float | None = None
+    excluded_by: str | None = None
+
+
+class Verdict(Struct, kw_only=True, frozen=True):
+    """Result of a verification, which ends at the first difference.
+
+    - ``verified``: whether the model gives the recorded answer.
+    - ``exact``: whether the model's logits have the same bits in any batch. If not, a difference
+      may be due to rounding.
+    - ``checked_tokens``: number of compared tokens, the different one included.
+    - ``different_tokens``: 0 or 1.
+    - ``finish_reason``: how the model's answer ends after the compared tokens; None if it goes on.
+    - ``token_ids``: the model's tokens that were compared with the answer.
+    - ``usage``: cost of the verification.
+    """
+
+    verified: bool
+    exact: bool
+    checked_tokens: int
+    different_tokens: int
+    finish_reason: str | None
+    first_difference: Difference | None
+    token_ids: list[int]
+    usage: Usage
