@@ -81,6 +81,16 @@ COHERE = (
     + "{% endfor %}<|END_ACTION|>{% else %}<|START_RESPONSE|>{{ m.content }}<|END_RESPONSE|>"
     "{% endif %}<|END_OF_TURN_TOKEN|>{% endfor %}"
 )
+MUSE = (  # <|eom|> ends a message, and the answer goes on
+    EACH + "{% if m.role == 'assistant' %}"
+    "{% if m.reasoning_content %}<|start|>assistant to=self<|message|>{{ m.reasoning_content }}"
+    "<|eom|>{% endif %}<|start|>assistant to=user<|message|>{{ m.content }}"
+    + CALLS
+    + "<atem:function_calls>"
+    + ARGUMENTS
+    + "</atem:function_calls>{% endfor %}<|eot|>{% else %}<|start|>{{ m.role }}<|message|>"
+    "{{ m.content }}<|eot|>{% endif %}{% endfor %}"
+)
 PARTS = (  # content is a list of parts
     EACH + "<|im_start|>{{ m.role }}:{% for p in m.content %}{{ p.text }}{% endfor %}"
     "<end_of_utterance>\n{% endfor %}"
@@ -150,6 +160,7 @@ CHANNELS = ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|return|>", 
         (COHERE, ("<|START_OF_TURN_TOKEN|>", "<|END_OF_TURN_TOKEN|>", "<|START_RESPONSE|>",
                   "<|END_RESPONSE|>", "<|START_ACTION|>", "<|END_ACTION|>"),
          "<|END_OF_TURN_TOKEN|>"),
+        (MUSE, ("<|start|>", "<|message|>", "<|eom|>", "<|eot|>"), "<|eot|>"),
         (PARTS, ("<|im_start|>", "<end_of_utterance>"), "<end_of_utterance>"),
         (OWN_ENDS, ("<|go|>", "<|muse|>", "<|/muse|>", "<|do|>", "<|/do|>", "<|over|>", "<|fin|>"),
          "<|over|> <|fin|>"),
@@ -157,7 +168,7 @@ CHANNELS = ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|return|>", 
         (PLAIN, ("<|extra|>",), ""),
     ],
     ids=["ChatML", "Llama 3", "Gemma", "Phi", "Mistral", "harmony", "DeepSeek", "GLM", "Kimi",
-         "Cohere", "parts", "unknown names", "marks between", "no marks"],
+         "Cohere", "Muse", "parts", "unknown names", "marks between", "no marks"],
 )  # fmt: skip
 def test_what_the_template_writes_behind_an_answer_ends_it_though_the_files_name_another(
     template: str, special: tuple[str, ...], expected: str
