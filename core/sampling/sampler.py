@@ -96,6 +96,10 @@ class PendingTokens(Protocol):
 class PendingBest(Protocol):
     """The best few tokens of each row, which a device is still choosing."""
 
+    @property
+    def words(self) -> Tensor:
+        """The words of all rows' tokens on the device, row after row; see `PendingTokens.words`."""
+
     def bests(self) -> list[Best]:
         """Return the best tokens without waiting for later launches; see `Sampler.best`."""
 

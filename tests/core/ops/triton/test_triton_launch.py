@@ -19,7 +19,7 @@ from foretoken.core.interface.plan import ScheduledRequest, StepPlan
 from foretoken.core.interface.protocols import StepRunner
 from foretoken.core.interface.sampling import SamplingMetadata, TokenSamplingParams
 from foretoken.core.sampling.sampler import TorchSampler
-from foretoken.core.sampling.verifier import NOT_FINITE, SampledToken
+from foretoken.core.sampling.verifier import NOT_FINITE, Choices
 from foretoken.draft.proposers.lm_proposer import LmProposer
 from foretoken.draft.proposers.tree_grower import DecoderGrower, TreeGrower
 from support.drafts import with_drafts
@@ -397,11 +397,11 @@ def test_a_draft_ends_before_the_token_that_cannot_be_drawn(
     whole = drafter.draft(DEPTHS)[0]
     choices, num_calls = TritonPendingTokens.choices, 0
 
-    def failing(tokens: TritonPendingTokens) -> list[SampledToken]:
+    def failing(tokens: TritonPendingTokens) -> Choices:
         nonlocal num_calls
         num_calls += 1
         found = choices(tokens)
-        return [SampledToken(-1, NOT_FINITE), *found[1:]] if num_calls == 3 else found
+        return Choices([-1, *found.token_ids[1:]], {0: NOT_FINITE}) if num_calls == 3 else found
 
     monkeypatch.setattr(TritonPendingTokens, "choices", failing)
     drawn, greedy, cut = drafter.draft(DEPTHS)[:3]
