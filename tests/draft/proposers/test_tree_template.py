@@ -26,6 +26,7 @@ from foretoken.draft.proposers.tree_template import (
     TemplateRow,
     expected_tree,
     note_rows,
+    place,
 )
 
 PAGE_SIZE, NUM_TOKENS, NUM_SPARE = 4, 6, 3
@@ -60,12 +61,12 @@ def best_after(tree: TreeGrowth, path: Sequence[int]) -> Best:
     return Best(tuple(rng.sample(range(6), NUM_BEST)), tuple(scores))
 
 
-def known_draft(request_id: str) -> Draft:
-    """A looked-up tree of two branches."""
+def known_draft(request_id: str, trust: float) -> Draft:
+    """A looked-up tree of two branches, whose survival is scaled by ``trust``."""
     rng = random.Random(request_id)
     first, second = rng.sample(range(6), 2)
     chain = [first, *(rng.randrange(6) for _ in range(3)), second]
-    survival = [0.8, 0.7, 0.65, 0.6, 0.1]
+    survival = [trust * chance for chance in (0.8, 0.7, 0.65, 0.6, 0.1)]
     rng.shuffle(chain[1:4])
     return Draft(chain, ("suffix",) * 5, [-1, 0, 1, 2, -1], survival)
 
@@ -117,7 +118,8 @@ def by_loop(of: TreeGrowth) -> TreeGrowth:
 def plans() -> Iterator[ScheduledRequest]:
     for number in range(40):
         name = str(number)
-        plan = FREE | ({"draft": known_draft(name)} if number % 2 else {})
+        trust = number % 4 / 3  # none is looked up, or it is doubtful, or sure
+        plan = FREE | ({"draft": known_draft(name, trust**4)} if trust else {})
         yield row_of(name, **plan)
 
 
@@ -268,6 +270,7 @@ def test_no_pass_has_more_rows_than_choose_their_tokens_on_the_device(num_trees:
     for each in passes:
         assert len(each) <= MOST_DRAWN_ROWS
         assert [row.index for row in each] == list(range(len(each)))
+        assert all(row.parent is None or row.parent.index >= 0 for row in each)
         for row in rows:
             own = [one for one in each if one.tree.scheduled is row]
             assert len(own) <= MOST_EXPANDED
@@ -282,6 +285,19 @@ def test_rows_end_before_the_last_level_and_with_the_spare_slots() -> None:
     few = rows_of(max_draft=16, num_spare=1)
     assert sum(not row.on_trunk for row in few) <= PAGE_SIZE
     assert all(row.parent is None or row.parent.index >= 0 for row in few)
+
+
+def test_a_row_behind_a_dropped_one_is_dropped() -> None:
+    tree = tree_of(row_of("a"))
+    root = TemplateRow(tree, 0, node=ROOT, index=0)
+    first, second = (TemplateRow(tree, 1, root, rank, on_trunk=not rank) for rank in (0, 1))
+    child = TemplateRow(tree, 2, second, 0, on_trunk=False)
+    planned = [[(1, first), (1, second), (2, child)]]
+    assert place(planned) == [[first, second], [child]]
+    for row in (first, second, child):
+        row.index = -1
+    others = [[]] * (MOST_DRAWN_ROWS - 1)  # so many trees have one row each in a pass
+    assert place([*planned, *others]) == [[first]]
 
 
 def test_a_request_without_spare_pages_gets_a_chain() -> None:
