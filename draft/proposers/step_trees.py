@@ -188,7 +188,12 @@ class _Group:
         for each in found.values():
             each.choose(least)
         rows = [each.rows() for each in found.values()]
-        last = self._last_pass([*known.values()], [*found.values()], rows) if passes else np.inf
+        if not passes:
+            return rows
+        last = min(
+            self._last_pass([*known.values()], [*found.values()], rows),
+            max([each.last_likely for each in found.values()]),
+        )
         return [[pair for pair in mine if pair[0] <= last] for mine in rows]
 
     def _last_pass(

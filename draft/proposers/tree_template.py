@@ -30,6 +30,9 @@ from ..control.outcome import NUM_BEST
 from .tree_growth import MOST_EXPANDED, ROOT, TreeGrowth
 
 FloatArray: TypeAlias = NDArray[np.float64]
+# A pass waits for the results before it, unless it computes a node with at least this survival: a
+# pass after a path that has ended costs more than a read.
+LEAST_LIKELY = 0.5
 KNOWN = -1  # rank of a row whose token the host knows
 
 
@@ -184,6 +187,15 @@ class Expectation:
         first = np.array([base.number - 1 for base in self._bases])
         numbers: NDArray[np.int64] = np.add.outer(first, self._shape.levels)
         return self._worths[self._is_chosen], numbers[self._is_chosen]
+
+    @property
+    def last_likely(self) -> int:
+        """Number of the last pass that computes a node of at least `LEAST_LIKELY` survival."""
+        last = 1  # Its known rows are chosen by what has been read.
+        for base in self._bases:
+            count = int((base.chance * self._shape.survival >= LEAST_LIKELY).sum())
+            last = max([last, *[base.number + level for level in self._shape.levels[:count]]])
+        return last
 
     def rows(self) -> Numbered:
         """Return the rows that find the chosen nodes, each after the rows of its path."""

@@ -51,7 +51,9 @@ def row_of(
 
 
 def tree_of(row: ScheduledRequest) -> TreeGrowth:
-    return TreeGrowth(row, default_gap_models()[True], "lm", PAGE_SIZE)
+    model = default_gap_models()[True]
+    model.rounded_chances = (0.9, 0.3, 0.1, 0.05)  # sure enough for several passes ahead
+    return TreeGrowth(row, model, "lm", PAGE_SIZE)
 
 
 def best_after(tree: TreeGrowth, path: Sequence[int]) -> Best:
@@ -251,6 +253,15 @@ def test_a_dear_pass_is_not_launched() -> None:
         lengths.append(len(begun([tree_of(row_of("a", **prices))])[1]))
     assert lengths == sorted(lengths, reverse=True)
     assert lengths[0] > lengths[-1] == 0
+
+
+def test_passes_beyond_the_likely_nodes_wait_for_a_read() -> None:
+    lengths = []
+    for chance in (0.4, 0.75, 0.9):
+        tree = tree_of(row_of("a", **FREE))
+        tree.gap_model.rounded_chances = (chance, 0.05)
+        lengths.append(len(begun([tree])[1]))
+    assert lengths == [1, 2, 6]  # 0.75 ** 2 > 0.5 > 0.75 ** 3, and 0.9 ** 6 > 0.5 > 0.9 ** 7
 
 
 def test_a_row_that_does_not_pay_is_not_computed() -> None:

@@ -437,6 +437,8 @@ class Grown(NamedTuple):
     def by(cls, lab: Lab, proposer: LmProposer) -> Grown:
         """Draft from the pool as it was before any step."""
         lab.restart()
+        for model in proposer._grower.gap_models.values():
+            model.rounded_chances = (0.9, 0.3, 0.1, 0.05)  # sure enough for several passes ahead
         drafts = proposer.propose(tree_rows(lab))
         trees = [proposer._grower._trees[name] for name in EVERYBODY]
         ranked = [
