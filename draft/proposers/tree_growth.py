@@ -255,10 +255,10 @@ class TreeGrowth:
         return self._spare.pop() if self._spare else None
 
     def hold(self, node: int, slot: int | None, on_trunk: bool) -> bool:
-        """Record that a pass has computed a node in ``slot``; return whether none had before.
+        """Record that a pass has computed a node in ``slot``, unless another row did so before.
 
-        ``on_trunk``: whether the slot is that of the node's position. A looked-up node on the trunk
-        may have been found again, by a row that took a spare slot.
+        Returns whether this row is the first. ``on_trunk``: whether the node's position has this
+        slot. A row with a spare slot may find a looked-up node of the trunk again.
         """
         each = self.nodes[node]
         if each.is_open:

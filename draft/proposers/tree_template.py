@@ -3,13 +3,13 @@
 If the device chooses tokens itself, the host can launch several passes of a drafter and read their
 tokens afterwards: each pass takes its tokens from the words of the pass before it
 (`DeviceTokens`). Positions, KV slots and the origin of each token must then be known before the
-first of these passes. A template states them. Each of its rows computes either a node that the tree
+first pass. A template states them. Each of its rows computes either a node that the tree
 has already, or the candidate of a given *rank* after another row, whatever its token will be.
 
 The rows are chosen by expectation. The candidates after a node are expected to have the mean
 probabilities of their ranks (`GapModel.mean_chances`), so the tree expected below a node always has
 the same shape (`ExpectedTree`), scaled by the probability of reaching it. After the tokens were
-read, the trees have their real nodes, and the next template begins with those.
+read, the trees have their real nodes, and the next template begins with them.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class ExpectedTree:
             self.ranks.append(rank)
             self.levels.append(level)
         self.survival: FloatArray = np.array(survival)
-        # For 0, 1, ... nodes: those of them that have a child among them, in ascending order.
+        # Entry n lists, among the first n nodes, the parents of others in ascending order.
         self.inner = [
             sorted({parent for parent in self.parents[:count] if parent >= 0})
             for count in range(len(survival) + 1)
@@ -127,7 +127,7 @@ class Base(NamedTuple):
     node: int
     number: int  # number of the pass that computes the node; 0: it was launched before
     chance: float  # probability that a child will be accepted that the tree does not have yet
-    first_rank: int  # rank of the best of these children
+    first_rank: int  # rank at which the best such child is expected
 
 
 def bases_of(tree: TreeGrowth, least: float, *, awaits_root: bool) -> list[Base]:

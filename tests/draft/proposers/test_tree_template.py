@@ -307,7 +307,9 @@ def test_a_row_behind_a_dropped_one_is_dropped() -> None:
     assert place(planned) == [[first, second], [child]]
     for row in (first, second, child):
         row.index = -1
-    others = [[]] * (MOST_DRAWN_ROWS - 1)  # so many trees have one row each in a pass
+    others: list[list[tuple[int, TemplateRow]]] = [[]] * (
+        MOST_DRAWN_ROWS - 1
+    )  # so many trees have one row each in a pass
     assert place([*planned, *others]) == [[first]]
 
 
