@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 IntArray: TypeAlias = NDArray[np.int64]
 _NO_TAILS: IntArray = np.zeros(0, dtype=np.int64)
 Taps: TypeAlias = tuple[int, ...]
+# Greatest number of rows of a pass that chooses tokens itself (`SamplingPlan`).
+MOST_DRAWN_ROWS = 64
 
 
 class Segment(msgspec.Struct, frozen=True, gc=False):

@@ -99,6 +99,10 @@ class PendingTokens(Protocol):
 class PendingBest(Protocol):
     """The best few tokens of each row, which the device may still be choosing."""
 
+    @property
+    def words(self) -> Tensor:
+        """The words of all rows' tokens on the device, row after row; see `PendingTokens.words`."""
+
     def bests(self) -> list[Best]:
         """Wait for the best tokens, but not for later launches, and return them.
 

@@ -18,11 +18,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from math import exp
 from typing import TypeAlias
 
 MAX_GAP = 8.0  # maximum gap that a gradient step uses
 RATE = 0.02  # learning rate
 LEAST = 0.05  # minimum of the parameters B and b
+
+FIRST_CHANCES = 0.7, 0.14, 0.05, 0.02  # initial values of `GapModel.mean_chances`
 
 GapNumbers: TypeAlias = tuple[float, float, float]
 """B, a and b of a `GapModel`."""
@@ -35,7 +38,8 @@ class GapModel:
 
     def __init__(self, falloff: float, rest: float, slope: float) -> None:
         self.falloff, self.rest, self.slope = falloff, rest, slope  # parameters B, a and b
-        self.mean_best = 0.7  # running mean of the best token's probability after a node
+        self.mean_chances = list(FIRST_CHANCES)  # running mean of each rank's probability
+        self.rounded_chances: tuple[float, ...] = FIRST_CHANCES  # to two decimals
 
     def chances(self, scores: Sequence[float]) -> list[float]:
         """Return the probability that the target chooses each token.
@@ -55,7 +59,10 @@ class GapModel:
             return
         weights, rest = self._weights(scores)
         total = sum(weights) + rest
-        self.mean_best += RATE * (weights[0] / total - self.mean_best)
+        means = self.mean_chances
+        for index, (mean, weight) in enumerate(zip(means, weights, strict=False)):
+            means[index] = mean + RATE * (weight / total - mean)
+        self.rounded_chances = tuple([round(mean, 2) for mean in means])
         errors = [weight / total - (index == rank) for index, weight in enumerate(weights)]
         rest_error = rest / total - (rank is None)
         gaps = [min(MAX_GAP, scores[0] - score) for score in scores]
@@ -65,10 +72,10 @@ class GapModel:
         self.falloff, self.slope = max(LEAST, self.falloff), max(LEAST, self.slope)
 
     def _weights(self, scores: Sequence[float]) -> tuple[list[float], float]:
-        gaps = [scores[0] - score for score in scores]
-        second = gaps[1] if len(gaps) > 1 else math.inf
-        rest = math.exp(self.rest - self.slope * second)
-        return [math.exp(-self.falloff * gap) for gap in gaps], rest
+        best, falloff = scores[0], self.falloff
+        second = best - scores[1] if len(scores) > 1 else math.inf
+        weights = [exp(-falloff * (best - score)) for score in scores]
+        return weights, exp(self.rest - self.slope * second)
 
 
 def default_gap_models() -> dict[bool, GapModel]:

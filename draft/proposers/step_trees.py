@@ -7,7 +7,7 @@ trees are ranked together, and the best are taken as long as they bring more tha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from ...core.interface.draft import Draft
 from .tree_growth import Growing, TreeGrowth, TreeNodes
+from .tree_template import Expectation, Numbered, TemplateRow, bases_of, place
 
 FloatArray = NDArray[np.float64]
 _Placed: TypeAlias = tuple[int, Growing]
@@ -51,6 +52,15 @@ class StepTrees:
             offered = group.frontiers(level)
             found |= group.paying(offered) if takes_pass else offered
         return [[node for each in found[tree] for node in each.nodes] for tree in self._trees]
+
+    def template(self, roots: Mapping[TreeGrowth, TemplateRow]) -> list[list[TemplateRow]]:
+        """Return the rows of the next passes, for which no pass waits until the host has read it.
+
+        ``roots``: rows of a first pass that was launched and not read, by tree. The list is empty
+        if no pass is expected to bring more than it costs.
+        """
+        planned = [rows for group in self._groups for rows in group.template(roots) if rows]
+        return place(planned)
 
     def drafts(self, owed: Sequence[int] | None = None) -> list[Draft]:
         """Return the draft of each tree.
@@ -147,6 +157,69 @@ class _Group:
             mine.sort(reverse=True)
             del mine[tree.plan.max_draft :]
         return self._best(_ranked(worths))[1] - self._gain
+
+    def template(self, roots: Mapping[TreeGrowth, TemplateRow]) -> list[Numbered]:
+        """Return the rows of each tree that are expected to pay, with the numbers of their passes.
+
+        A row is expected to pay if its best child brings more tokens than a row of the target's
+        pass and a row of the drafter's pass together.
+        """
+        self.rank()
+        least = self.least()
+        known = dict(zip(self.trees, self._worths, strict=True))
+        bases = {tree: bases_of(tree, least, awaits_root=tree in roots) for tree in self.trees}
+        found = {
+            tree: Expectation(tree, mine, known[tree], roots.get(tree))
+            for tree, mine in bases.items()
+            if mine
+        }
+        if not found:
+            return []
+        self._worths = [found[tree].worths if tree in found else known[tree] for tree in self.trees]
+        ranked = _ranked(self._worths)
+        self._count, self._gain = self._best(ranked)
+        if not self._count:
+            return []
+        passes = self.trees[0].plan.pass_prices
+        row = (passes[-1] - passes[0]) / (len(passes) - 1) if len(passes) > 1 else 0.0
+        # With as many nodes as allowed, a node need not be worth another row of the target's pass.
+        more = self.least() if self._count < len(self._prices) - 1 else 0.0
+        least = max(float(ranked[self._count - 1]), more + row)
+        for each in found.values():
+            each.choose(least)
+        rows = [each.rows() for each in found.values()]
+        if not passes:
+            return rows
+        last = min(
+            self._last_pass([*known.values()], [*found.values()], rows),
+            max([each.last_likely for each in found.values()]),
+        )
+        return [[pair for pair in mine if pair[0] <= last] for mine in rows]
+
+    def _last_pass(
+        self,
+        known: Sequence[Sequence[float]],
+        found: Sequence[Expectation],
+        rows: Sequence[Numbered],
+    ) -> int:
+        """Return the number of the last pass that raises the expected net gain of all passes."""
+        num_rows = np.bincount([number for mine in rows for number, _ in mine], minlength=1)
+        chosen = [each.chosen() for each in found]
+        worths = np.concatenate([*known, *[mine for mine, _ in chosen]])
+        numbers = np.zeros(len(worths), np.int64)
+        numbers[len(worths) - sum([len(mine) for mine, _ in chosen]) :] = np.concatenate(
+            [mine for _, mine in chosen]
+        )
+        order = np.argsort(-worths)
+        # [number of the last pass, node] whether one of the passes finds the node
+        is_found = numbers[order] <= np.arange(len(num_rows))[:, None]
+        counts = is_found.cumsum(axis=1)
+        net = (worths[order] * is_found).cumsum(axis=1)
+        most = len(self._prices) - 1
+        net -= self._prices[np.minimum(counts, most)]
+        net[counts > most] = 0.0
+        prices = _prices(self.trees[0].plan.pass_prices, int(num_rows.max()))[num_rows]
+        return int((net.max(axis=1) - prices.cumsum()).argmax())
 
     def counts(self) -> dict[TreeGrowth, int]:
         """Return the number of nodes that each tree has among the best nodes of the group."""

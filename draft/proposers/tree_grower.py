@@ -38,6 +38,7 @@ from ..control.profiler import TRIED_PRICE, TRIED_SAMPLING
 from .gap_model import default_gap_models
 from .step_trees import StepTrees
 from .tree_growth import ANY_LEVEL, ROOT, TreeGrowth, TreeNodes
+from .tree_template import TemplateRow, note_rows
 
 
 class Scored(NamedTuple):
@@ -60,7 +61,7 @@ class Opened(NamedTuple):
     """
 
     nodes: TreeNodes
-    found: PendingTokens | Sequence[Best]  # [len(nodes)]
+    found: PendingBest | Sequence[Best]  # [len(nodes)]
 
     def read(self) -> None:
         """Add the candidates to the trees; wait for the device if they are still there."""
@@ -69,8 +70,23 @@ class Opened(NamedTuple):
 
     def bests(self) -> Sequence[Best]:
         """Return the candidates for each node; wait for the device if they are still there."""
-        found = self.found
-        return found if isinstance(found, Sequence) else _drawn_alone(found.choices().token_ids)
+        return self.found if isinstance(self.found, Sequence) else self.found.bests()
+
+
+class _DrawnAlone(PendingBest):
+    """Candidates of a pass that draws one token per node, without scores."""
+
+    def __init__(self, tokens: PendingTokens) -> None:
+        self._tokens = tokens
+
+    @property
+    @override
+    def words(self) -> Tensor:
+        return self._tokens.words
+
+    @override
+    def bests(self) -> list[Best]:
+        return _drawn_alone(self._tokens.choices().token_ids)
 
 
 class TreeGrower(ABC):
@@ -195,28 +211,27 @@ class TreeGrower(ABC):
         A node with invalid logits gets no candidates. The result may still be on the device.
         """
         if scored.tokens is not None or not nodes:
-            return Opened(nodes, scored.tokens or ())
+            return Opened(nodes, () if scored.tokens is None else _DrawnAlone(scored.tokens))
         has_scores, logits = _wants_best(nodes), scored.logits
         if scored.best is not None:
+            if has_scores:
+                return Opened(nodes, scored.best)
             found = scored.best.bests()
         elif has_scores or self._draft_vocab is not None:
             num_best = NUM_BEST if has_scores else 1
             found = self._sampler.best(logits, rows, num_best, draft_vocab=self._draft_vocab)
         elif self._device_sampler is not None:
-            return Opened(nodes, self._device_sampler.begin(logits.float(), rows))
+            return Opened(nodes, _DrawnAlone(self._device_sampler.begin(logits.float(), rows)))
         else:
             drawn = self._sampler.sample(logits.float(), rows)
             found = _drawn_alone([each.token_id for each in drawn])
         return Opened(nodes, found if has_scores else _without_scores(found))
 
 
-def sample_rows(nodes: TreeNodes, num_ahead: int = 0) -> list[DraftedRow]:
-    """Return the rows with which the token after each node is sampled.
-
-    ``num_ahead``: number of draft tokens before the sampled one whose ids are still on the device.
-    """
+def sample_rows(nodes: TreeNodes) -> list[DraftedRow]:
+    """Return the rows with which the token after each node is sampled."""
     return [
-        DraftedRow(tree.scheduled.tokens, tree.scheduled.sampling, tree.tail(node), (), num_ahead)
+        DraftedRow(tree.scheduled.tokens, tree.scheduled.sampling, tree.tail(node))
         for tree, node in nodes
     ]
 
@@ -283,47 +298,66 @@ class DecoderGrower(TreeGrower):
         needs_history = any(tree.scheduled.sampling.needs_history for tree, _ in first.nodes)
         if isinstance(first.found, Sequence) or needs_history:
             super().grow(trees, first)
-        else:  # Only chains of a fixed length leave their tokens on the device.
-            self._grow_ahead(first)
+        else:
+            self._grow_ahead(trees, first)
 
-    def _grow_ahead(self, first: Opened) -> None:
-        """Launch all passes of the chains; each reads the previous pass's tokens on the device.
+    def _grow_ahead(self, trees: Sequence[TreeGrowth], first: Opened) -> None:
+        """Grow trees by templates: launch all passes of a template before reading any of them."""
+        together = StepTrees(trees)
+        roots = [
+            TemplateRow(tree, 0, node=ROOT, index=at) for at, (tree, _) in enumerate(first.nodes)
+        ]
+        passes = [(roots, first)]
+        planned = together.template({row.tree: row for row in roots})
+        while passes or planned:
+            before = passes[-1][1].found if passes else ()
+            for rows in planned:
+                opened = self._compute_rows(rows, before)
+                passes.append((rows, opened))
+                before = opened.found
+                if isinstance(before, Sequence):
+                    break  # The next pass cannot take its tokens from the device.
+            for rows, opened in passes:
+                note_rows(rows)
+                for row, best in zip(rows, opened.bests(), strict=True):
+                    row.read(best)
+            passes, planned = [], together.template({})
 
-        The host reads the results only after the last launch, so that reading never delays a pass.
-        """
-        passes = [first]
-        while trees := [t for t, _ in passes[-1].nodes if len(passes) < t.most_levels]:
-            passes.append(self._compute_ahead(trees, passes[-1], len(passes)))
-        for level, each in enumerate(passes):
-            for (tree, _), best in zip(each.nodes, each.bests(), strict=True):
-                # The tree has fewer nodes if an earlier token could not be drawn.
-                if len(tree.nodes) == level:
-                    tree.open(range(level - 1, level) if level else ())
-                    tree.expand(level - 1, best)  # At level 0 the node is ROOT (-1).
+    def _compute_rows(
+        self, rows: Sequence[TemplateRow], before: PendingBest | Sequence[Best]
+    ) -> Opened:
+        """Compute a pass of a template; ``before``: what the pass of the rows' parents finds."""
+        tokens = None
+        if not isinstance(before, Sequence):
+            sources = np.array([row.source(self._num_best) for row in rows], np.int32)
+            tokens = DeviceTokens(before.words, sources, self._decoder.config.vocab_size)
+        drawn = [
+            DraftedRow(row.tree.scheduled.tokens, row.tree.scheduled.sampling, (), (), row.level)
+            for row in rows
+        ]
+        nodes = [(row.tree, ROOT) for row in rows]
+        return self.run([self._template_segment(row) for row in rows], nodes, drawn, tokens)
 
-    def _compute_ahead(self, trees: Sequence[TreeGrowth], before: Opened, num_ahead: int) -> Opened:
-        """Draw one more token for each chain, whose last ``num_ahead`` tokens are on the device."""
-        segments = [self._segment_ahead(tree.scheduled, num_ahead) for tree in trees]
-        assert not isinstance(before.found, Sequence)
-        rows_before = {tree: row for row, (tree, _) in enumerate(before.nodes)}
-        sources = np.array([rows_before[tree] for tree in trees], np.int32)
-        tokens = DeviceTokens(before.found.words, sources, self._decoder.config.vocab_size)
-        return self.run(segments, [(tree, ROOT) for tree in trees], tokens, num_ahead)
-
-    def _segment_ahead(self, scheduled: ScheduledRequest, num_ahead: int) -> Segment:
-        start = len(scheduled.tokens) + num_ahead - 1
+    def _template_segment(self, row: TemplateRow) -> Segment:
+        scheduled = row.tree.scheduled
+        token_id = 0 if row.node is None else row.tree.nodes[row.node].token_id
+        start = len(scheduled.tokens) + row.level - 1
         extras = self._extras(scheduled, start)
-        return Segment([0], start, scheduled.page_ids, 1, extras=extras)
+        return Segment([token_id], start, scheduled.page_ids, 1, row.tail, extras)
 
     def run(
         self,
         segments: Sequence[Segment],
         nodes: TreeNodes,
+        rows: Sequence[DraftedRow] | None = None,
         device_tokens: DeviceTokens | None = None,
-        num_ahead: int = 0,
     ) -> Opened:
-        """Run a pass with a row of logits for each node; return the candidates for each node."""
-        rows = sample_rows(nodes, num_ahead)
+        """Run a pass with a row of logits for each node; return the candidates for each node.
+
+        ``rows``: rows with which the tokens after the nodes are drawn, if their paths are not known
+        yet.
+        """
+        rows = sample_rows(nodes) if rows is None else rows
         if self._row_passes is not None and len(nodes) == len(segments) == _num_rows(segments):
             has_scores = _wants_best(nodes)
             found = self._row_passes.best(segments, rows, NUM_BEST if has_scores else 1)

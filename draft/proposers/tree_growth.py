@@ -10,10 +10,12 @@ only the probability that is left.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from ...core.execution.step_layout import spare_slots, table_slots
@@ -28,8 +30,7 @@ ROOT = -1  # node number of the request's last token
 ANY_LEVEL = 1 << 30  # value of ``most_levels`` without a limit
 
 
-@dataclass(slots=True)
-class _Node:
+class _Node(Struct):
     """A token that may be drafted."""
 
     token_id: int
@@ -38,8 +39,8 @@ class _Node:
     source: str
     survival: float  # probability that this node and all nodes before it are accepted
     own_survival: float  # survival by the drafter's estimate; 0 if the drafter found other tokens
-    on_trunk: bool  # whether the node is on the trunk and so has the slot of its position
-    children: list[int] = field(default_factory=list)
+    on_trunk: bool = False  # whether the node is on the trunk and so has its position's slot
+    children: list[int] = []
     is_open: bool = False  # whether a pass computes or has computed this node
     slot: int | None = None  # slot of the node's KV, if the drafter keeps any
 
@@ -88,7 +89,7 @@ class TreeGrowth:
         self.plan = self.scheduled.draft_plan
         # A child of a node at the last level could not be verified, and has no slot.
         self.most_levels = min(self.most_levels, self.plan.max_draft)
-        self._root = _Node(self.scheduled.tokens[-1], ROOT, 0, "", 1.0, 1.0, on_trunk=True)
+        self._root = _Node(self.scheduled.tokens[-1], ROOT, 0, "", 1.0, 1.0, True)
         self._spare = spare_slots(self.scheduled, self.page_size)[::-1]
         if self.is_tree and self.plan.draft.survival:
             self._begin_with(self.plan.draft)
@@ -104,10 +105,9 @@ class TreeGrowth:
         self, token_id: int, parent: int, source: str, survival: float, own_survival: float
     ) -> int:
         before, index = self.at(parent), len(self.nodes)
-        on_trunk = before.on_trunk and not any(self.nodes[i].on_trunk for i in before.children)
-        self.nodes.append(
-            _Node(token_id, parent, before.level + 1, source, survival, own_survival, on_trunk)
-        )
+        on_trunk = before.on_trunk and not before.children
+        level = before.level + 1
+        self.nodes.append(_Node(token_id, parent, level, source, survival, own_survival, on_trunk))
         before.children.append(index)
         return index
 
@@ -131,27 +131,46 @@ class TreeGrowth:
 
     def expand(self, node: int, best: Best) -> None:
         """Add the candidates that a pass found for the token after ``node``."""
-        if not best.token_ids:
-            return
         if node == ROOT:
             self.pass_rows.append(1)
+        if not best.token_ids:
+            return
         before = self.at(node)
-        known = {self.nodes[index].token_id: index for index in before.children}
         chances = self.gap_model.chances(best.scores) if best.scores else [1.0]
-        kept = len(chances) if self.is_tree else 1
-        ranked = []
-        for rank, (token_id, chance) in enumerate(zip(best.token_ids, chances, strict=True)):
+        if not self.is_tree:
+            chances[1:] = [0.0] * (len(chances) - 1)
+        if before.children:
+            ranked = self._merge(node, best.token_ids, chances)
+        else:
+            ranked = [*range(len(self.nodes), len(self.nodes) + len(chances))]
+            level, survival, own, source = (
+                before.level + 1, before.survival, before.own_survival, self.source,
+            )  # fmt: skip
+            self.nodes += [
+                _Node(token_id, node, level, source, survival * chance, own * chance)
+                for token_id, chance in zip(best.token_ids, chances, strict=True)
+            ]
+            self.nodes[ranked[0]].on_trunk = before.on_trunk
+            before.children += ranked
+        self.rankings[node] = _Ranking(ranked, best.scores)
+
+    def _merge(self, node: int, token_ids: Sequence[int], chances: Sequence[float]) -> list[int]:
+        """Add the candidates after a node with looked-up children; return the numbers of all.
+
+        A candidate that was looked up, too, has the higher survival.
+        """
+        before, ranked = self.at(node), list[int]()
+        known = {self.nodes[index].token_id: index for index in before.children}
+        for token_id, chance in zip(token_ids, chances, strict=True):
             survival, own = before.survival * chance, before.own_survival * chance
             if token_id in known:
                 same = self.nodes[known[token_id]]
                 same.survival, same.own_survival = max(same.survival, survival), own
                 ranked.append(known[token_id])
             else:
-                survival, own = (survival, own) if rank < kept else (0.0, 0.0)
                 ranked.append(self._add(token_id, node, self.source, survival, own))
-        self.rankings[node] = _Ranking(ranked, best.scores)
-        if known:
-            self._share(before, set(known.values()), set(ranked))
+        self._share(before, set(known.values()), set(ranked))
+        return ranked
 
     def _share(self, before: _Node, known: set[int], ranked: set[int]) -> None:
         """Limit the sum of the survival of a node's children to the node's own survival.
@@ -187,7 +206,7 @@ class TreeGrowth:
         if len(self.nodes) >= self.plan.max_draft:
             survival = sorted((node.survival for node in self.nodes), reverse=True)
             least = max(least, survival[self.plan.max_draft - 1])
-        left = self._left()
+        left = self.left()
         if level is not None:
             # A node counts as much as its best descendant, which is reached through it.
             for index in range(len(self.nodes) - 1, -1, -1):
@@ -197,17 +216,17 @@ class TreeGrowth:
         worth = [index for index, chance in enumerate(left) if chance > least]
         for index in sorted(worth, key=lambda each: -left[each]):
             node = self.nodes[index]
-            if node.is_open or level not in (None, node.level) or not self._can_open(node):
+            if node.is_open or level not in (None, node.level) or not self.can_open(index):
                 continue
             path = [i for i in self.path(index) if not self.nodes[i].is_open and i not in chosen]
             fits = 0 < len(path) <= MOST_EXPANDED - len(chosen)
             if fits and (level is None or path == [index]):
                 chosen.update(path)
-                chance, price = self.gap_model.mean_best, self.plan.key_price
+                chance, price = self.gap_model.mean_chances[0], self.plan.key_price
                 found.append(Growing(path, [chance * left[each] - price for each in path]))
         return found
 
-    def _left(self) -> list[float]:
+    def left(self) -> list[float]:
         """Return, for each node, the probability that an unknown child of it will be accepted.
 
         This is the node's survival minus the survival of its known children, or 0 for a computed
@@ -221,23 +240,45 @@ class TreeGrowth:
             0.0 if node.is_open else chance for node, chance in zip(self.nodes, left, strict=True)
         ]
 
-    def _can_open(self, node: _Node) -> bool:
-        has_slot = node.on_trunk or not self.page_size or bool(self._spare)
-        return has_slot and node.level < self.most_levels
+    def can_open(self, node: int) -> bool:
+        """Whether a pass can compute a node: it gets a KV slot, and its child can be drafted."""
+        each = self.nodes[node]
+        has_slot = each.on_trunk or not self.page_size or bool(self._spare)
+        return has_slot and each.level < self.most_levels
+
+    def take_slot(self, level: int, on_trunk: bool) -> int | None:
+        """Return a KV slot for a node of a level; None if no spare page has a free one."""
+        if on_trunk:
+            at = len(self.scheduled.tokens) + level - 1
+            (slot,) = table_slots(self.scheduled, at, 1, self.page_size)
+            return slot
+        return self._spare.pop() if self._spare else None
+
+    def hold(self, node: int, slot: int | None, on_trunk: bool) -> bool:
+        """Record that a pass has computed a node in ``slot``, unless another row did so before.
+
+        Returns whether this row is the first. ``on_trunk``: whether the node's position has this
+        slot. A row with a spare slot may find a looked-up node of the trunk again.
+        """
+        each = self.nodes[node]
+        if each.is_open:
+            return False
+        each.is_open, each.slot, each.on_trunk = True, slot, on_trunk
+        return True
+
+    def ranked(self, node: int, rank: int) -> int | None:
+        """Return the candidate of ``rank`` that was found after a node, or None."""
+        ranking = self.rankings.get(node)
+        return ranking.ranked[rank] if ranking and rank < len(ranking.ranked) else None
 
     def open(self, nodes: Sequence[int]) -> list[int]:
         """Assign slots for KV to nodes; return those that can be computed."""
         for index in nodes:
             node = self.nodes[index]
             is_reached = node.parent == ROOT or self.nodes[node.parent].is_open
-            node.is_open = is_reached and self._can_open(node)
-            if not node.is_open or not self.page_size:
-                continue
-            if node.on_trunk:
-                at = len(self.scheduled.tokens) + node.level - 1
-                (node.slot,) = table_slots(self.scheduled, at, 1, self.page_size)
-            else:
-                node.slot = self._spare.pop()
+            node.is_open = is_reached and self.can_open(index)
+            if node.is_open and self.page_size:
+                node.slot = self.take_slot(node.level, node.on_trunk)
         opened = [index for index in nodes if self.nodes[index].is_open]
         if opened:
             self.pass_rows.append(len(opened))
@@ -288,13 +329,16 @@ class TreeGrowth:
         known = NO_DRAFT if self.is_tree else self.plan.draft.trunk()
         if known.survival and sum(known.survival) >= sum(node.survival for node in self.nodes):
             return replace(known, survival=[0.0] * len(known.survival), note=note)
-        likely = [index for index, node in enumerate(self.nodes) if node.survival]
-        best = sorted(likely, key=lambda index: -self.nodes[index].survival)[:most]
-        kept, order = set(best), list[int]()
-        stack = self._kept_children(self._root, kept)
+        survival = [-node.survival for node in self.nodes]
+        likely = [index for index, each in enumerate(survival) if each]
+        best = sorted(likely, key=survival.__getitem__)[:most]
+        children = defaultdict[int, list[int]](list)
+        for node in reversed(best):
+            children[self.nodes[node].parent].append(node)
+        order, stack = list[int](), children[ROOT]
         while stack:
             order.append(node := stack.pop())
-            stack += self._kept_children(self.nodes[node], kept)
+            stack += children[node]
         indices = {node: at for at, node in enumerate(order)} | {ROOT: -1}
         parents = [indices[self.nodes[node].parent] for node in order]
         return Draft(
@@ -304,11 +348,6 @@ class TreeGrowth:
             survival=[self.nodes[node].own_survival for node in order],
             note=note,
         )
-
-    def _kept_children(self, node: _Node, kept: set[int]) -> list[int]:
-        """Return the children in ``kept``, the least likely first, to be pushed on a stack."""
-        children = [child for child in node.children if child in kept]
-        return sorted(children, key=lambda child: self.nodes[child].survival)
 
     def judge(self, token_ids: Sequence[int]) -> list[tuple[int, int]]:
         """Learn from the tokens that the target chose.

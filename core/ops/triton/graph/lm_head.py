@@ -13,15 +13,15 @@ from torch import Tensor
 from ....sampling.gumbel import vocabulary_hashes
 from ....sampling.sampler import DraftVocab
 from ...base import LayersOutput, Ops
-from ...batch import SamplingPlan
+from ...batch import MOST_DRAWN_ROWS, SamplingPlan
 from ...weights import DecoderWeights
 from ..graph_inputs import GraphInputs, HostFields
 from ..sampling.sampler import TritonPendingBest, TritonPendingTokens, TritonSampler
 from .input_fields import fill_controls
 
-# Greatest number of rows. With more rows, the kernels after the graph are launched while the graph
-# computes. The logits of every graph stay in memory: all buckets up to 64 have 217 rows together.
-MAX_ROWS = 64
+# With more rows, the kernels after the graph are launched while the graph computes. The logits of
+# every graph stay in memory: all buckets up to 64 have 217 rows together.
+MAX_ROWS = MOST_DRAWN_ROWS
 
 
 class GraphOutputs(NamedTuple):

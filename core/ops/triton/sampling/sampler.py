@@ -218,7 +218,8 @@ class TritonPendingBest:
         self, words: Tensor, refusals: dict[int, str], draft_vocab: DraftVocab | None = None
     ) -> None:
         """Start the copy of ``words`` [num_draws, num_best] from `GumbelArgmax.run`."""
-        self._shape, self._reply = words.shape, AsyncCopy(words.flatten())
+        self.words = words.flatten()
+        self._shape, self._reply = words.shape, AsyncCopy(self.words)
         self._refusals, self._draft_vocab = refusals, draft_vocab
 
     def bests(self) -> list[Best]:

@@ -6,22 +6,23 @@ from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
 from msgspec.structs import replace
 
 from foretoken.core.execution.model_runner import ModelRunner
-from foretoken.core.interface.draft import Draft
+from foretoken.core.interface.draft import NO_DRAFT, Draft
 from foretoken.core.interface.output import RequestOutput, StepOutput
 from foretoken.core.interface.plan import ScheduledRequest, StepPlan
 from foretoken.core.interface.protocols import StepRunner
 from foretoken.core.interface.sampling import SamplingMetadata, TokenSamplingParams
 from foretoken.core.sampling.sampler import TorchSampler
-from foretoken.core.sampling.verifier import NOT_FINITE, SampledToken
+from foretoken.core.sampling.verifier import NOT_FINITE, Choices
 from foretoken.draft.proposers.lm_proposer import LmProposer
-from foretoken.draft.proposers.tree_grower import DecoderGrower, TreeGrower
+from foretoken.draft.proposers.tree_grower import DecoderGrower, Opened, TreeGrower
+from foretoken.draft.proposers.tree_growth import TreeGrowth
 from support.drafts import with_drafts
 
 pytest.importorskip("triton")
@@ -397,13 +398,116 @@ def test_a_draft_ends_before_the_token_that_cannot_be_drawn(
     whole = drafter.draft(DEPTHS)[0]
     choices, num_calls = TritonPendingTokens.choices, 0
 
-    def failing(tokens: TritonPendingTokens) -> list[SampledToken]:
+    def failing(tokens: TritonPendingTokens) -> Choices:
         nonlocal num_calls
         num_calls += 1
         found = choices(tokens)
-        return [SampledToken(-1, NOT_FINITE), *found[1:]] if num_calls == 3 else found
+        return Choices([-1, *found.token_ids[1:]], {0: NOT_FINITE}) if num_calls == 3 else found
 
     monkeypatch.setattr(TritonPendingTokens, "choices", failing)
     drawn, greedy, cut = drafter.draft(DEPTHS)[:3]
     assert drawn == whole[:2]
     assert (len(greedy), len(cut)) == (1, 3)
+
+
+# -- trees of a draft model ------------------------------------------------------------------------
+
+
+def tree_rows(lab: Lab) -> list[ScheduledRequest]:
+    """Rows with spare pages; the first begins with a looked-up chain."""
+    prices = {"row_prices": (0.01,), "pass_prices": (0.01, 0.012)}
+    known = Draft([3, 5], ("suffix",) * 2, survival=[0.6, 0.4])
+    rows = []
+    for at, row in enumerate(lab.plan(EVERYBODY).requests):
+        spare = array("q", [len(EVERYBODY) * PAGES_EACH + at])
+        planned = with_drafts(replace(row, spare_page_ids=spare), max_draft=9, **prices)
+        rows.append(with_drafts(planned, may_branch=True, draft=known if at == 0 else NO_DRAFT))
+    return rows
+
+
+class Grown(NamedTuple):
+    """The trees of a step, and their drafts."""
+
+    found: list[dict[tuple[int, ...], list[int]]]  # the tokens found after each computed path
+    scores: list[float]
+    drafts: list[Any]
+    survival: list[float]
+
+    @classmethod
+    def by(cls, lab: Lab, proposer: LmProposer) -> Grown:
+        """Draft from the pool as it was before any step."""
+        lab.restart()
+        for model in proposer._grower.gap_models.values():
+            model.rounded_chances = (0.9, 0.3, 0.1, 0.05)  # sure enough for several passes ahead
+        drafts = proposer.propose(tree_rows(lab))
+        trees = [proposer._grower._trees[name] for name in EVERYBODY]
+        ranked = [
+            {
+                tuple(tree.tail(node)): [tree.nodes[each].token_id for each in ranking.ranked]
+                for node, ranking in sorted(tree.rankings.items())
+            }
+            for tree in trees
+        ]
+        scores = {
+            (name, *tree.tail(node)): ranking.scores
+            for name, tree in zip(EVERYBODY, trees, strict=True)
+            for node, ranking in tree.rankings.items()
+        }
+        return cls(
+            ranked,
+            [score for _, mine in sorted(scores.items()) for score in mine],
+            [[draft.token_ids, draft.parents, draft.sources] for draft in drafts],
+            [each for draft in drafts for each in draft.survival],
+        )
+
+    def is_like(self, other: Grown) -> bool:
+        """Whether all is equal; passes of other sizes round other last bits."""
+        return (
+            (self.found, self.drafts) == (other.found, other.drafts)
+            and self.scores == pytest.approx(other.scores, rel=1e-5)
+            and self.survival == pytest.approx(other.survival, rel=1e-5)
+        )
+
+
+def grow_the_same(grower: DecoderGrower, trees: Sequence[TreeGrowth], of: list[set[Any]]) -> None:
+    """Compute given paths level by level, each pass read before the next."""
+    for level in range(1, 20):
+        nodes = [
+            (tree, node)
+            for tree, paths in zip(trees, of, strict=True)
+            for node in tree.open(
+                [
+                    node
+                    for node in range(len(tree.nodes))
+                    if len(tree.tail(node)) == level and tuple(tree.tail(node)) in paths
+                ]
+            )
+        ]
+        if nodes:
+            grower.compute(nodes).read()
+
+
+@only_graphs
+def test_the_passes_of_draft_trees_are_launched_before_the_first_is_read(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grown = Grown.by(lab, LmProposer(lab.decoder, lab.pool))
+    assert all(len(nodes) > 2 for nodes in grown.found)
+    assert any(parents for _, parents, _ in grown.drafts)
+
+    one_by_one = LmProposer(lab.decoder, lab.pool)
+
+    def grow(trees: Sequence[TreeGrowth], first: Opened) -> None:
+        first.read()
+        grow_the_same(one_by_one._grower, trees, [set(nodes) for nodes in grown.found])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(one_by_one._grower, "grow", grow)
+        assert Grown.by(lab, one_by_one).is_like(grown)
+
+    drafter, proposer = Drafter(lab, monkeypatch), LmProposer(lab.decoder, lab.pool)
+    with lab.is_slow():
+        assert Grown.by(lab, proposer).is_like(grown)
+    num_ahead = drafter.log.index("read")
+    assert num_ahead > 2
+    assert drafter.log[: 2 * num_ahead] == ["pass"] * num_ahead + ["read"] * num_ahead

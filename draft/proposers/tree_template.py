@@ -1,0 +1,301 @@
+"""Templates of draft trees: nodes that are computed before the host knows their tokens.
+
+If the device chooses tokens itself, the host can launch several passes of a drafter and read their
+tokens afterwards: each pass takes its tokens from the words of the pass before it
+(`DeviceTokens`). Positions, KV slots and the origin of each token must then be known before the
+first pass. A template states them. Each of its rows computes either a node that the tree
+has already, or the candidate of a given *rank* after another row, whatever its token will be.
+
+The rows are chosen by expectation. The candidates after a node are expected to have the mean
+probabilities of their ranks (`GapModel.mean_chances`), so the tree expected below a node always has
+the same shape (`ExpectedTree`), scaled by the probability of reaching it. After the tokens were
+read, the trees have their real nodes, and the next template begins with them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from functools import lru_cache
+from heapq import heappop, heappush
+from typing import NamedTuple, TypeAlias
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from ...core.ops.batch import MOST_DRAWN_ROWS
+from ...core.sampling.verifier import Best
+from ..control.outcome import NUM_BEST
+from .tree_growth import MOST_EXPANDED, ROOT, TreeGrowth
+
+FloatArray: TypeAlias = NDArray[np.float64]
+# A pass waits for the results before it, unless it computes a node with at least this survival: a
+# pass after a path that has ended costs more than a read.
+LEAST_LIKELY = 0.5
+KNOWN = -1  # rank of a row whose token the host knows
+
+
+class TemplateRow(msgspec.Struct, eq=False):
+    """A row of a template, which computes one node of ``tree``.
+
+    ``parent``: row of the node before it; None if that node was computed earlier. ``rank``: rank of
+    the node's token among the candidates that are found after the parent, or `KNOWN`. ``slot`` and
+    ``tail``: KV slot of the node, and the slots on its path that do not follow from the page table
+    (`TreeGrowth.slots`).
+    """
+
+    tree: TreeGrowth
+    level: int
+    parent: TemplateRow | None = None
+    rank: int = KNOWN
+    node: int | None = None  # number of the node in the tree; None while it is unknown
+    on_trunk: bool = True
+    slot: int | None = None
+    tail: Sequence[int] = ()
+    index: int = -1  # index of the row in its pass; -1: no pass computes it
+
+    def source(self, num_best: int) -> int:
+        """Return the index of the token's word among the parent's pass's; -1 for a known token.
+
+        ``num_best``: number of words that the pass has for each row.
+        """
+        if self.rank == KNOWN or self.parent is None:
+            return -1
+        return self.parent.index * num_best + self.rank
+
+    def read(self, best: Best) -> None:
+        """Add the candidates that the pass found after this row to the tree.
+
+        The parent must have been read. Nothing is added if the row's own token was not found, or if
+        another row has computed the same node.
+        """
+        tree, parent = self.tree, self.parent
+        if self.rank != KNOWN and parent is not None and parent.node is not None:
+            self.node = tree.ranked(parent.node, self.rank)
+        node = self.node
+        if node is None or (node != ROOT and not tree.hold(node, self.slot, self.on_trunk)):
+            return
+        tree.expand(node, best)
+
+
+Numbered: TypeAlias = Sequence[tuple[int, TemplateRow]]
+"""Rows with the numbers of their passes. The first pass of a template has the number 1."""
+
+
+class ExpectedTree:
+    """The likeliest nodes that are expected below a node, in descending order of survival.
+
+    ``chances``: expected probability of the token of each rank, in descending order. ``most``:
+    maximum number of nodes. All lists have one entry per node.
+    """
+
+    def __init__(self, chances: Sequence[float], most: int) -> None:
+        self.parents = list[int]()  # index of the node before; -1: the node at the top
+        self.ranks, self.levels = list[int](), list[int]()
+        survival = list[float]()  # relative to the node at the top
+        # Entries are (negative survival, serial number, parent, rank, level).
+        heap = [(-chance, rank, -1, rank, 1) for rank, chance in enumerate(chances) if chance]
+        serial = len(heap)
+        while heap and len(survival) < most:
+            negative, _, parent, rank, level = heappop(heap)
+            for below, chance in enumerate(chances):
+                if chance:
+                    entry = (negative * chance, serial := serial + 1, len(survival), below)
+                    heappush(heap, (*entry, level + 1))
+            survival.append(-negative)
+            self.parents.append(parent)
+            self.ranks.append(rank)
+            self.levels.append(level)
+        self.survival: FloatArray = np.array(survival)
+        # Entry n lists, among the first n nodes, the parents of others in ascending order.
+        self.inner = [
+            sorted({parent for parent in self.parents[:count] if parent >= 0})
+            for count in range(len(survival) + 1)
+        ]
+
+
+@lru_cache(maxsize=64)
+def expected_tree(chances: tuple[float, ...], most: int) -> ExpectedTree:
+    """Return an `ExpectedTree`, the same object for the same arguments."""
+    return ExpectedTree(chances, most)
+
+
+class Base(NamedTuple):
+    """A node where the unknown part of a tree begins."""
+
+    node: int
+    number: int  # number of the pass that computes the node; 0: it was launched before
+    chance: float  # probability that a child will be accepted that the tree does not have yet
+    first_rank: int  # rank at which the best such child is expected
+
+
+def bases_of(tree: TreeGrowth, least: float, *, awaits_root: bool) -> list[Base]:
+    """Return the nodes of a tree below which a pass may find one of the best nodes of the step.
+
+    ``least``: number of expected tokens above which a node is worth its row. ``awaits_root``:
+    whether the first pass of the tree was launched and not read. Without the first pass there are
+    no bases, because KV of the request itself may be missing.
+    """
+    if not awaits_root and ROOT not in tree.rankings:
+        return []
+    least = (least + tree.plan.key_price) / (_mean_chances(tree)[0] or 1.0)
+    nodes = tree.nodes
+    found = [
+        Base(node, 1, chance, int(chance < nodes[node].survival / 2.0))
+        for node, chance in enumerate(tree.left())
+        if chance > least and tree.can_open(node)
+    ]
+    if awaits_root:
+        chance = 1.0 - sum([each.survival for each in nodes if each.parent == ROOT])
+        # If the best child was probably looked up, the best unknown child is the second best.
+        found.append(Base(ROOT, 0, max(0.0, chance), int(chance < 0.5)))
+    return found
+
+
+class Expectation:
+    """The nodes that passes are expected to find in one tree, below its ``bases``.
+
+    ``root``: the row of the tree's first pass, if its result has not been read. ``worths``:
+    expected tokens of the best nodes, minus the price of keys, those included that the tree has
+    already (``known``); at most ``max_draft``, in descending order.
+    """
+
+    def __init__(
+        self,
+        tree: TreeGrowth,
+        bases: Sequence[Base],
+        known: Sequence[float],
+        root: TemplateRow | None,
+    ) -> None:
+        self._tree, self._bases, self._root, plan = tree, bases, root, tree.plan
+        self._shape = expected_tree(_mean_chances(tree), plan.max_draft)
+        chances = np.array([base.chance for base in bases])
+        self._worths: FloatArray = chances[:, None] * self._shape.survival - plan.key_price
+        found = self._worths[self._worths > 0.0].tolist()
+        self.worths = sorted([*known, *found], reverse=True)[: plan.max_draft]
+        self._is_chosen: NDArray[np.bool_] = self._worths < 0.0
+
+    def choose(self, least: float) -> None:
+        """Choose the expected nodes of a worth of at least ``least`` tokens."""
+        if len(self.worths) == self._tree.plan.max_draft:
+            least = max(least, self.worths[-1])
+        self._is_chosen = self._worths >= least
+
+    def chosen(self) -> tuple[FloatArray, NDArray[np.int64]]:
+        """Return the worth of each chosen node, and the number of the pass that finds it."""
+        first = np.array([base.number - 1 for base in self._bases])
+        numbers: NDArray[np.int64] = np.add.outer(first, self._shape.levels)
+        return self._worths[self._is_chosen], numbers[self._is_chosen]
+
+    @property
+    def last_likely(self) -> int:
+        """Number of the last pass that computes a node of at least `LEAST_LIKELY` survival."""
+        last = 1  # Its known rows are chosen by what has been read.
+        for base in self._bases:
+            count = int((base.chance * self._shape.survival >= LEAST_LIKELY).sum())
+            last = max([last, *[base.number + level for level in self._shape.levels[:count]]])
+        return last
+
+    def rows(self) -> Numbered:
+        """Return the rows that find the chosen nodes, each after the rows of its path."""
+        found: list[tuple[int, TemplateRow]] = []
+        known: dict[int, TemplateRow] = {}
+        for base, count in zip(self._bases, self._is_chosen.sum(axis=1).tolist(), strict=True):
+            if count:
+                top = self._root
+                if base.node != ROOT:
+                    top = self._known_row(base, known, found)
+                assert top is not None
+                self._add_below(base, top, count, found)
+        return found
+
+    def _known_row(
+        self, base: Base, known: dict[int, TemplateRow], found: list[tuple[int, TemplateRow]]
+    ) -> TemplateRow:
+        """Add the rows of a known node and of its path, unless they were added before."""
+        tree, row = self._tree, None
+        for node in tree.path(base.node):
+            each = tree.nodes[node]
+            if each.is_open:
+                continue
+            if node not in known:
+                known[node] = TemplateRow(tree, each.level, row, KNOWN, node, each.on_trunk)
+                found.append((base.number, known[node]))
+            row = known[node]
+        assert row is not None
+        return row
+
+    def _add_below(
+        self, base: Base, top: TemplateRow, count: int, found: list[tuple[int, TemplateRow]]
+    ) -> None:
+        """Add the rows that find the ``count`` best nodes below a base, except for its own."""
+        tree, shape, made = self._tree, self._shape, {-1: top}
+        assert top.node is not None
+        # The first child that a tree gets on its trunk belongs to the trunk.
+        has_children = bool(tree.at(top.node).children)
+        for at in shape.inner[count]:
+            parent, rank = shape.parents[at], shape.ranks[at]
+            if parent not in made:
+                continue
+            above = made[parent]
+            on_trunk = above.on_trunk and not rank and not (above is top and has_children)
+            if above is top:
+                rank += base.first_rank
+            # A row at the last level would find tokens that cannot be drafted.
+            if rank < NUM_BEST and above.level + 1 < tree.most_levels:
+                row = TemplateRow(tree, above.level + 1, above, rank, None, on_trunk)
+                made[at] = row
+                found.append((base.number + shape.levels[at], row))
+
+
+def _mean_chances(tree: TreeGrowth) -> tuple[float, ...]:
+    """Return the expected probability of each rank; rounded, so that trees share their shape."""
+    if not tree.wants_best:
+        return (1.0,)
+    return tree.gap_model.rounded_chances[: NUM_BEST if tree.is_tree else 1]
+
+
+def place(planned: Sequence[Numbered]) -> list[list[TemplateRow]]:
+    """Return the rows of each pass, with KV slots; ``planned`` has the rows of each tree.
+
+    Rows without a slot or a place in their pass are dropped, and so are the rows below them.
+    """
+    most = min(MOST_EXPANDED, max(1, MOST_DRAWN_ROWS // max(1, len(planned))))
+    passes = list[list[TemplateRow]]()
+    for rows in planned:
+        counts = dict[int, int]()
+        for number, row in rows:
+            count = counts.get(number, 0)
+            if count < most and _take_slot(row):
+                counts[number] = count + 1
+                while len(passes) < number:
+                    passes.append([])
+                row.index = len(passes[number - 1])
+                passes[number - 1].append(row)
+    return passes
+
+
+def _take_slot(row: TemplateRow) -> bool:
+    """Assign a KV slot to a row; return whether there is one and its path has slots, too."""
+    tree, parent, before = row.tree, row.parent, list[int]()
+    if parent is not None:
+        if parent.index < 0:
+            return False
+        before = list(parent.tail)
+    elif row.node is not None:
+        before = tree.slots(tree.nodes[row.node].parent)
+    row.slot = tree.take_slot(row.level, row.on_trunk)
+    if row.slot is None:
+        return False
+    row.tail = [*before, row.slot] if before or not row.on_trunk else ()
+    return True
+
+
+def note_rows(rows: Sequence[TemplateRow]) -> None:
+    """Record in the trees how many of their rows a pass computes.
+
+    `TreeGrowth.expand` records the first pass of a tree.
+    """
+    for tree, count in Counter([row.tree for row in rows if row.node != ROOT]).items():
+        tree.pass_rows.append(count)
