@@ -98,7 +98,7 @@ class Link:
             body=bytes(kept),
             sent=begin,
             seconds=time.perf_counter() - begin,
-            keeps=parser.keeps and ended == "whole",
+            keeps=parser.can_reuse and ended == "whole",
             why=why,
         )
 

@@ -71,7 +71,13 @@ PARAMS: dict[str, object] = {
     "cache_salt": "mine", "lora": "sql", "priority": -3, "deadline": 1.5,
 }  # fmt: skip
 PINS = (Pin(16, 300.0), Pin(32, 3600.0))
-CACHE: dict[str, object] = {"read": False, "write": False, "session": "s", "pins": PINS}
+CACHE: dict[str, object] = {
+    "read": False,
+    "write": False,
+    "session": "s",
+    "pins": PINS,
+    "ends_session": True,
+}
 LOGPROB = TokenLogprob(5, -0.25, ((5, -0.25), (7, -1.5)))
 DELTA: dict[str, object] = {
     "token_ids": [5, 2**31 - 1], "logprobs": [LOGPROB], "prompt_logprobs": [TokenLogprob(1, -2.0)],

@@ -192,7 +192,7 @@ BAD_CONFIGS = {
     "bad eos": ({"eos_token_id": "</s>"}, "eos_token_id must be an integer or a list"),
     "bad layer types": (
         {"layer_types": ["linear_attention"] * 3},
-        "layer_types must list 3 kinds of",
+        "layer_types must be a list of 3 names from",
     ),
     "no window": (
         {
