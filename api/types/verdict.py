@@ -43,7 +43,7 @@ class Verdict(Struct, kw_only=True, frozen=True):
       may be due to rounding.
     - ``checked_tokens``: number of compared tokens, including a different one.
     - ``different_tokens``: 0 or 1.
-    - ``finish_reason``: why the model's answer ends after the compared tokens; None if it continues.
+    - ``finish_reason``: why the answer ends after the compared tokens; None if it continues.
     - ``token_ids``: the model's tokens that were compared with recorded tokens.
     - ``usage``: tokens and steps of the verification.
     """

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from ...core.interface.draft import Draft
 from .tree_growth import Growing, TreeGrowth, TreeNodes
-from .tree_template import Expectation, Numbered, TemplateRow, bases_of, place
+from .tree_template import Expectation, Numbered, TemplateRow, assign_rows, bases_of
 
 FloatArray = NDArray[np.float64]
 _Placed: TypeAlias = tuple[int, Growing]
@@ -60,7 +60,7 @@ class StepTrees:
         if no pass is expected to bring more than it costs.
         """
         planned = [rows for group in self._groups for rows in group.template(roots) if rows]
-        return place(planned)
+        return assign_rows(planned)
 
     def drafts(self, owed: Sequence[int] | None = None) -> list[Draft]:
         """Return the draft of each tree.

@@ -62,7 +62,7 @@ class RetainDirective(Struct, kw_only=True, forbid_unknown_fields=True):
     end: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None  # None: the end of the prompt
     # Seconds; None: as long as the server allows.
     duration: Annotated[float, Meta(ge=0, le=MAX_TTL)] | None = None
-    covers_output: bool = False  # apply it to the answer's tokens; has no effect
+    covers_output: bool = False  # a directive about the answer is ignored
 
 
 class Retain(Struct, kw_only=True):
