@@ -18,9 +18,9 @@ MAX_MARKS = 4096
 class WaitingPages:
     """The last pages of sessions that the pin quota leaves unpinned.
 
-    Pages that belong to no session are evicted least recently used first. Such a page is worth 1 / n
-    hits per second after n idle seconds. Before it is evicted, the pages of the session that is
-    worth least are evicted if they are worth less than this page.
+    Pages that belong to no session are evicted least recently used first. Such a page is worth
+    1 / n hits per second after n idle seconds. Before it is evicted, the pages of the session that
+    is worth least are evicted if they are worth less than this page.
     """
 
     def __init__(self, tree: RadixTree, waits: SessionWaits) -> None:
@@ -28,7 +28,7 @@ class WaitingPages:
         self._nodes: OrderedDict[Session, Node] = OrderedDict()  # last node of each session
         self._sessions: dict[Node, Session] = {}  # the latest session of each last node
         self._ranking: Ranking[Session] = Ranking()
-        # Values of the tree's clock and their times, ascending, to compute how long pages were idle.
+        # Values of the tree's clock and their times, ascending: they give the idle time of pages.
         self._ticks: list[int] = []
         self._times: list[float] = []
 
