@@ -65,8 +65,8 @@ def in_effect(body: C, seal: Seal, owner: Owner) -> C:
     path = f"{body.messages[index].path(index)}.content[{number}]"
     compacted = _opened(block, path, seal, owner)
     later = [
-        PlacedMessage(**msgspec.structs.asdict(each), place=each.path(index + place))
-        for place, each in enumerate(_rest(body.messages[index:], number))
+        PlacedMessage(**msgspec.structs.asdict(each), body_path=each.path(index + offset))
+        for offset, each in enumerate(_rest(body.messages[index:], number))
         if each.content != []
     ]
     messages = replaced(compacted, path, cache_control=block)
@@ -83,9 +83,10 @@ def replaced(
     """
     control = None if cache_control is None else cache_control.cache_control
     text = TextBlock(text=summary_text(compacted.summary), cache_control=control)
-    summary = PlacedMessage(role="user", content=[text], place=path)
+    summary = PlacedMessage(role="user", content=[text], body_path=path)
     tail = [
-        PlacedMessage(**msgspec.structs.asdict(each) | {"place": path}) for each in compacted.tail
+        PlacedMessage(**msgspec.structs.asdict(each) | {"body_path": path})
+        for each in compacted.tail
     ]
     return [summary, *tail]
 
