@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ..dialects.batches.bodies import OutputLine
 
 KINDS = (Chosen, EngineConfig)
-DIFFERENT, INEXACT = 1, 3  # exit statuses: an exact model's answer differs; another one's
+DIFFERENT, INEXACT = 1, 3  # exit statuses if an answer differs: of an exact model, or not
 VERIFY = {"messages": "/v1/chat/completions/verify", "prompt": "/v1/completions/verify"}
 """Routes by the field of the request that holds the prompt."""
 
@@ -103,7 +103,7 @@ def _verdict_text(line: OutputLine) -> tuple[str, int]:
 
 
 def _lines(file: Path) -> Iterator[bytes]:
-    """Yield the line of a batch file that verifies each choice of each record.
+    """Yield a request, as a line of a batch file, that verifies each choice of each record.
 
     Raises `InvalidRequest`.
     """

@@ -20,7 +20,7 @@ from .conversation.tools import plain_call
 from .preprocess import PromptTokens
 
 logger = logging.getLogger(__name__)
-MARKS = "\x01", "\x02"  # contents of the last message: two prompts are equal up to it
+MARKS = "\x01", "\x02"  # contents of the last message: before it, the two prompts are equal
 
 
 class Client(Protocol):

@@ -89,7 +89,7 @@ class Shape:
     def __init__(self, requests: Sequence[Request]) -> None:
         body = requests[0].body
         fixed = [body.get(name) or "" for name in ("tools", "system", "instructions")]
-        self.num_shared = _tokens(fixed)  # tools and system text of the agent
+        self.num_shared = _tokens(fixed)  # tokens of the agent's tools and system text
         self.prompts = [_tokens(each.items) for each in requests]
         self.answers = [
             max(
@@ -152,7 +152,10 @@ class Policy:
         return PrefixCache(num_pages, PAGE_SIZE, session_ttl=self.session_ttl)
 
     def end_turn(self, cache: PrefixCache, session: Session, label: str | None) -> None:
-        """Inform the cache that a turn has ended. ``label``: the next wait's, None without one."""
+        """Inform the cache that a turn has ended.
+
+        ``label``: label of the wait that follows; None after the last turn.
+        """
 
 
 class Fixed(Policy):

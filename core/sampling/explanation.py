@@ -21,7 +21,7 @@ from .logits_processors import scaled, truncate
 from .logprobs import token_logprobs
 from .verifier import best, processed
 
-CUTS = {"top_k": 0, "min_p": 0.0, "top_p": 1.0}  # filters, and their values that keep all tokens
+CUTS = {"top_k": 0, "min_p": 0.0, "top_p": 1.0}  # cuts, and their values that keep all tokens
 
 
 class Explanation(Struct, kw_only=True, frozen=True):

@@ -77,7 +77,7 @@ def read_marks(
 
 
 def _breakpoints(messages: Sequence[Message]) -> Iterator[tuple[int, int, PromptCacheBreakpoint]]:
-    """Yield each breakpoint, after its message's index and the number of parts up to it."""
+    """Yield (index of the message, number of parts up to the breakpoint, breakpoint)."""
     for index, message in enumerate(messages):
         if isinstance(message.content, list):
             for end, part in enumerate(message.content, start=1):

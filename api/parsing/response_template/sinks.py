@@ -54,7 +54,7 @@ class Sink(Protocol):
 
 
 class TextSink:
-    """Content or reasoning. White space around the text of a region is dropped unless kept.
+    """Sink of content or reasoning, which strips a region's text unless ``strip`` is false.
 
     ``make``: returns the parser of the region's text.
     """
@@ -75,7 +75,7 @@ class TextSink:
         yield from ()
 
     def feed(self, text: str) -> Events:
-        """Yield the text, but hold white space at its end back."""
+        """Yield the text, but hold back white space at its end."""
         if self._inner is None:
             text = text.lstrip() if self._strips else text
             if not text:
@@ -107,7 +107,7 @@ class TextSink:
 
 
 class CallSink:
-    """Calls. Text that is no call becomes content, with its delimiters."""
+    """Sink of calls. Text that is not a call becomes content, with its delimiters."""
 
     def __init__(self, field: Field, offers: Offers) -> None:
         self._field, self._offers = field, offers
@@ -144,7 +144,7 @@ class CallSink:
 
 
 class StreamedCalls(CallSink):
-    """Calls that a reader of their format yields as they arrive.
+    """Sink of calls that a reader of their format yields as they arrive.
 
     ``name_group``: the group of the field's first delimiter that has the name; "" if the text has
     it.
@@ -188,7 +188,7 @@ def _named(call: CallState, name: str) -> Reading[None]:
 
 
 class WholeCalls(CallSink):
-    """Calls whose text is parsed when it is complete.
+    """Sink of calls whose text is parsed when it is complete.
 
     ``name_group``: the group of the field's first delimiter that has the name, so that the call
     begins at once; "" if no group has it.

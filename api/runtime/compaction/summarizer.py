@@ -35,7 +35,7 @@ SHARE = 4  # a summary has at most this fraction of the context, 1 / SHARE
 DEFAULT_THRESHOLD = 150_000  # tokens
 CARRIED = ("cache_salt", "lora", "deadline", "priority", "seed", "temperature", "top_p", "top_k",
            "min_p", "repetition_penalty", "speculation")  # fmt: skip
-FRAME = ("add_generation_prompt", "continue_final_message")  # template options of how a prompt ends
+FRAME = ("add_generation_prompt", "continue_final_message")  # template options for a prompt's end
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,9 +151,9 @@ class Summarizer:
 
 
 def _num_fixed(messages: Sequence[Mapping[str, Any]]) -> int:
-    """Return the number of first messages that a new summary alone would not make shorter.
+    """Return the number of leading messages that need no summary.
 
-    These are the leading system messages and, if the next message is a summary, that message.
+    These are the system messages and, if the next message is a summary, that message.
     """
     count = 0
     while count < len(messages) and messages[count].get("role") == "system":

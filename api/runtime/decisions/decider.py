@@ -210,7 +210,7 @@ class _Prompts:
         return [*prompt.token_ids, *self._closing_ids(prompt.token_ids)]
 
     def _closing_ids(self, prompt_ids: Sequence[int]) -> list[int]:
-        """Return the tokens that end the reasoning, if the chat template has begun a reasoning."""
+        """Return the tokens that end the reasoning if the chat template has begun it."""
         thinking, tokenizer = self._chat.syntax.thinking, self._llm.tokenizer
         if thinking is None:
             return []

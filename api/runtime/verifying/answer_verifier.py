@@ -159,8 +159,8 @@ class AnswerVerifier:
         tokens = array("q", [*answer.prompt.cached_ids, *same])
         logits, sampling = await self._logits(answer, same), _forked(answer.request.sampling)
         found = await asyncio.to_thread(_explain, logits, tokens, sampling, given, own)
-        # These logits explain the choice only if they lead to it: packed KV, for example, has
-        # changed them.
+        # The logits were computed again and may differ, for example without packed KV. They explain
+        # the choice only if they lead to it.
         is_sure = own is None or found.chosen == own
         return Difference(
             position=len(same),
@@ -247,7 +247,7 @@ def _explain(
     given: int | None,
     own: int | None,
 ) -> Explanation:
-    from ....core.sampling.explanation import explain  # imports torch
+    from ....core.sampling.explanation import explain  # loads torch
 
     return explain(logits, tokens, sampling, given, own)
 

@@ -143,7 +143,7 @@ class _Connection:
 
     async def _frame(self, data: bytes) -> None:
         """Send a text frame, unless the client has left."""
-        with suppress(OSError):  # the client has left, as `receive` reports
+        with suppress(OSError):  # if the client has left, `receive` reports it
             await self._send({"type": "websocket.send", "text": data.decode()})
 
 

@@ -51,7 +51,7 @@ class Turn:
         self._began: dict[str, Any] = {}  # the response in its first event
         self._num_events = 0
         self._status, self._error = 0, bytearray()
-        self._headers: dict[str, str] = {}  # headers of the HTTP answer for error events
+        self._headers: dict[str, str] = {}  # headers of the HTTP answer to repeat in error events
 
     def cancel(self) -> None:
         """End the response and send ``response.cancelled`` to the client."""

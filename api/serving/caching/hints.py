@@ -27,7 +27,7 @@ class AgentHints(Struct, kw_only=True):
 
     priority: Int32 | None = None  # higher is more urgent
     osl: Count | None = None  # expected number of answer tokens; has no effect
-    speculative_prefill: bool | None = None  # compute the next turn's prompt in advance
+    speculative_prefill: bool | None = None  # whether to compute the next turn's prompt in advance
 
 
 class NvExt(Struct, kw_only=True):
@@ -62,7 +62,7 @@ class RetainDirective(Struct, kw_only=True, forbid_unknown_fields=True):
     end: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None  # None: the end of the prompt
     # Seconds; None: as long as the server allows.
     duration: Annotated[float, Meta(ge=0, le=MAX_TTL)] | None = None
-    covers_output: bool = False  # a directive about the answer is ignored
+    covers_output: bool = False  # True: the directive is about the answer, and ignored
 
 
 class Retain(Struct, kw_only=True):

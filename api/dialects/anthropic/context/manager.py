@@ -70,7 +70,7 @@ class ContextManager:
         self._seal = seal_of(service)
 
     def in_effect(self, body: C) -> C:
-        """Return the body with the summary in place of all up to its last compaction block.
+        """Return the body with its last compaction block, and all before it, replaced by a summary.
 
         Raises `ApiError` 400 for a block that was altered or sealed by another server.
         """

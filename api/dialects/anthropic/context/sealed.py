@@ -46,7 +46,7 @@ def sealed(
 
 
 def in_effect(body: C, seal: Seal, owner: Owner) -> C:
-    """Return the body with a summary in place of all up to its last compaction block.
+    """Return the body with its last compaction block, and all before it, replaced by a summary.
 
     The summary and the last turn before it are read from the sealed content; a block without sealed
     content has only a summary. Raises `ApiError` 400 for a block that was altered or sealed by

@@ -132,6 +132,6 @@ def _compacted(thread: Thread, summary: str, keeps_last: bool) -> Compacted:
 
 
 def _after(compacted: Compacted, thread: Thread) -> Thread:
-    """Return the thread that a compaction makes of a thread."""
+    """Return a thread with all its items replaced by the content of a compaction item."""
     path = thread.paths[-1] if thread.paths else "input"
     return replaced(compacted, thread, Thread([], []), path=path)

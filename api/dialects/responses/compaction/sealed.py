@@ -50,7 +50,7 @@ def new_id() -> str:
 
 
 def in_effect(thread: Thread, seal: Seal, owner: Owner) -> Thread:
-    """Return the thread with the content of its last compaction item in place of all up to it.
+    """Return the thread with its last compaction item, and all before it, replaced by its content.
 
     Raises `InvalidRequest` for an item whose content was altered or sealed by another server.
     """
