@@ -116,7 +116,7 @@ class PinnedPrefixes:
     sessions ends.
 
     ``session_ttl``: seconds for which a session's pin lasts while its wait cannot be predicted, and
-    the most for which it lasts otherwise.
+    the maximum otherwise.
     """
 
     def __init__(self, tree: RadixTree, *, quota: int, num_pages: int, session_ttl: float) -> None:
@@ -125,7 +125,7 @@ class PinnedPrefixes:
         self.now = 0.0  # seconds
         self.waits = SessionWaits(session_ttl)
         self.waiting = WaitingPages(tree, self.waits)
-        self._ranking: Ranking[PinnedPrefix] = Ranking()  # pins of sessions alone, by worth
+        self._ranking: Ranking[PinnedPrefix] = Ranking()  # pins that only sessions have, by worth
         self._tree = tree
         # Pins by their last node, the oldest first.
         self._pins: OrderedDict[Node, PinnedPrefix] = OrderedDict()
@@ -212,9 +212,9 @@ class PinnedPrefixes:
             self._end_a_session()
 
     def expect(self, session: Session, label: str) -> None:
-        """Fit the time of a session's newest pin to what the session waits for.
+        """Fit the time of a session's newest pin to earlier waits with the same label.
 
-        If no wait of this kind was as short as `session_ttl`, the pin is removed, and its pages are
+        If all these waits were longer than ``session_ttl``, the pin is removed, and its pages are
         evicted first. O(depth + log n), plus the time of `SessionWaits.expect`.
         """
         ttl = self.waits.expect(session, label)
@@ -296,7 +296,10 @@ class PinnedPrefixes:
         self._end(pinned)
 
     def _by_worth(self) -> Iterator[PinnedPrefix]:
-        """Iterate over pins of sessions alone, least worth first; none without a prediction."""
+        """Iterate over pins that only sessions have, the least worth first.
+
+        Without predictions there is no such order, and the iterator is empty.
+        """
         if not self.waits.predicts:
             return iter(())
         pins = self._unasked.all
@@ -306,7 +309,7 @@ class PinnedPrefixes:
         return max(self.waits.worth(session, self.now) for session in pinned.sessions)
 
     def _end(self, pinned: PinnedPrefix) -> None:
-        """Remove a pin; its pages are evicted first if a prediction chose the time for that."""
+        """Remove a pin. If waits are predicted and only sessions had it, evict its pages first."""
         (self._let_go if self.waits.predicts else self._drop)(pinned)
 
     def _let_go(self, pinned: PinnedPrefix) -> None:
@@ -438,8 +441,8 @@ class PinnedPrefixes:
     def _first_to_go(self, namespaces: Iterable[str | None], newest: PinnedPrefix) -> PinnedPrefix:
         """Return the next pin to remove, in the order of `evict_pin`.
 
-        Pins that requests asked for are removed only for another such pin. If no older pin can be
-        removed, the newest pin is returned.
+        A pin that a request asked for is removed only if the newest pin is such a pin, too. If no
+        older pin can be removed, the newest pin is returned.
         """
         ranks = [self._unasked] if not newest.is_asked else [self._unasked, self._asked]
         oldest = (

@@ -415,7 +415,7 @@ class PrefixCache:
     ) -> None:
         """Pin the first ``num_tokens`` as a session's last turn, for `session_ttl` seconds.
 
-        Only whole cached pages within the namespace's quota are pinned. Pins of the session's
+        Only full cached pages within the namespace's quota are pinned. Pins of the session's
         earlier turns that this turn continues are removed. A pin that a request asked for is never
         removed. ``began``: time when the turn began to read the cache, by which later waits of the
         session are predicted. O(num_tokens + depth), plus the time of `PinnedPrefixes.keep`.
@@ -425,7 +425,8 @@ class PrefixCache:
             self.pins.keep(match, self.session_ttl, session)
             whole = self.tree.match(tokens, namespace=namespace, limit=num_tokens)
             if whole.num_tokens > match.num_tokens and whole.node is not None:
-                self.pins.waiting.add((namespace, session), whole.node)  # longer than the quota
+                # The quota does not allow to pin all pages of the turn.
+                self.pins.waiting.add((namespace, session), whole.node)
             now = self.pins.now
             self.pins.waiting.mark(now)
             began = now if began is None else began
@@ -434,10 +435,10 @@ class PrefixCache:
                 self.pins.expect((namespace, session), label)
 
     def expect(self, session: str, label: str, *, namespace: str | None = None) -> None:
-        """Predict the next turn of a session by the label of its wait, and fit its pin to that.
+        """Predict a session's next turn by the label of its wait, and fit the time of its pin.
 
-        ``label`` names a kind of wait, such as a tool. Unknown sessions are ignored. It takes as
-        long as `PinnedPrefixes.expect`.
+        ``label`` names a kind of wait, such as a tool. Unknown sessions are ignored. For the time
+        that this takes, see `PinnedPrefixes.expect`.
         """
         self.pins.expect((namespace, session), label)
 

@@ -1,12 +1,12 @@
 """How long sessions wait between two turns, and what their pages are worth until the next turn.
 
-A turn of an agent mostly ends with the call of a tool, and the next turn brings the result. So the
-next turn is predicted from the times that calls of the same tool took before: in this session, and
-in all sessions of the process. Tools are known by labels, which mean nothing to this package.
+A turn of an agent mostly ends with the call of a tool, and the next turn has the result. So the
+time of the next turn is predicted from the times that earlier calls of the same tool took, in this
+session and in all sessions of the process. Callers name tools by labels of their choice.
 
 The worth of a page is the hit density of LHD (Beckmann et al., NSDI 2018): the chance that the next
-turn reads the page, divided by the seconds for which the page takes room until then. Continuum (Li
-et al., arXiv 2511.02230) prices the time to keep the pages of a session in the same way.
+turn reads the page, divided by the seconds for which the page must be kept until then. Continuum
+(Li et al., arXiv 2511.02230) prices the time to keep the pages of a session in the same way.
 """
 
 from __future__ import annotations
@@ -22,35 +22,39 @@ Item = TypeVar("Item")
 Session: TypeAlias = tuple[str | None, str]
 """Namespace and name of a session."""
 
-LEAST_OBSERVED = 3  # fewest times of a label from which a wait is predicted
-PER_LABEL, PER_SESSION = 48, 8  # latest times of a label that are kept, in all and in one session
-OWN_WEIGHT = 3  # weight of a time of the session itself
+LEAST_OBSERVED = 3  # minimum number of observed times to predict a wait
+PER_LABEL, PER_SESSION = 48, 8  # kept times of a label: in total, and of a session
+OWN_WEIGHT = 3  # weight of a time that was observed in the session itself
 MAX_LABELS, MAX_SESSIONS = 1024, 4096
 QUANTILE, MARGIN = 0.95, 1.25  # pages are kept for this quantile of the times, multiplied by 1.25
 LEAST_TTL = 1.0  # seconds
-SHORTEST = 0.05  # seconds; shorter waits count as long as this
+SHORTEST = 0.05  # seconds; shorter waits are raised to this time
 RANK_SECONDS = 1.0  # time between two sorts by worth
 
 
 class Waits:
-    """The distribution of the waits that were observed, in seconds; at least one."""
+    """The distribution of observed waits, in seconds. There must be at least one."""
 
     def __init__(self, seconds: Sequence[float]) -> None:
         self._seconds = sorted(max(each, SHORTEST) for each in seconds)
         self._sums = [0.0, *accumulate(self._seconds)]
 
     def ttl(self, most: float) -> float:
-        """Return how long to keep a page, at most ``most`` seconds; 0 if no wait was so short."""
+        """Return for how many seconds to keep a page, at most ``most``.
+
+        Return 0 if all observed waits were longer than ``most``.
+        """
         if self._seconds[0] > most:
             return 0.0
         at = min(int(QUANTILE * len(self._seconds)), len(self._seconds) - 1)
         return min(max(LEAST_TTL, MARGIN * self._seconds[at]), most)
 
     def worth(self, age: float) -> float:
-        """Return the hits per second of room that a page brings after a wait of ``age`` seconds.
+        """Return the expected hits of a page per second for which it is kept from now on.
 
-        The page is given up after the observed wait for which this is highest. One more wait is
-        assumed to be longer than all of them, so that a single short wait proves little. O(waits).
+        ``age``: seconds since the wait began. The page is assumed to be dropped after the observed
+        wait for which the result is highest. To rely less on few observations, one more wait is
+        assumed, longer than all observed ones. O(waits).
         """
         first, num_waits = bisect_right(self._seconds, age), len(self._seconds)
         if first == num_waits:
@@ -69,7 +73,7 @@ class Waits:
 class _Waiting:
     """A session and its present wait."""
 
-    since: float  # seconds
+    since: float  # time when the wait began, in seconds
     label: str | None = None  # None: the cause of the wait is unknown
     waits: Waits | None = None  # earlier waits with this label; None with too few observations
     next_label: str | None = None  # label of the wait after the running turn
@@ -80,8 +84,9 @@ class _Waiting:
 class SessionWaits:
     """The present wait of each session, and the times of earlier waits by label.
 
-    ``most``: longest time for which to keep a session's pages, in seconds. Without observations
-    they are kept for this time. The oldest of too many sessions and labels are forgotten.
+    ``most``: maximum time for which to keep a session's pages, in seconds. Pages are kept for this
+    time if the wait cannot be predicted. At most `MAX_SESSIONS` sessions and `MAX_LABELS` labels
+    are kept; the least recently used ones are forgotten.
     """
 
     def __init__(self, most: float) -> None:
@@ -91,9 +96,9 @@ class SessionWaits:
         self._sessions: OrderedDict[Session, _Waiting] = OrderedDict()
 
     def turn(self, session: Session, began: float, now: float) -> str | None:
-        """Record a turn that began to read the cache at ``began`` and ends now. O(1).
+        """Record a turn that began to read the cache at ``began`` and ends at ``now``. O(1).
 
-        Return the label of the wait that follows, if `expect` was called before the turn's end.
+        Return the label of the wait after this turn, if `expect` was called before the turn ended.
         """
         waiting = self._sessions.get(session)
         if waiting is None:
@@ -116,10 +121,10 @@ class SessionWaits:
             own.setdefault(label, deque(maxlen=PER_SESSION)).append(seconds)
 
     def expect(self, session: Session, label: str) -> float | None:
-        """Record what a session waits for; return how long to keep its pages, in seconds.
+        """Record what a session waits for; return for how many seconds to keep its pages.
 
-        0 means that keeping them would be in vain, and None that the session is unknown or its turn
-        has not ended. O(times log times).
+        Return 0 if its wait will be too long to keep the pages, and None if the session is unknown
+        or its turn has not ended. O(times log times).
         """
         waiting = self._sessions.get(session)
         if waiting is None:
@@ -136,7 +141,7 @@ class SessionWaits:
         return waiting.waits.ttl(self.most)
 
     def worth(self, session: Session, now: float) -> float:
-        """Return the worth of a session's pages, in hits per second of room. O(times)."""
+        """Return the worth of a page of a session, in hits per second of keeping it. O(times)."""
         waiting = self._sessions.get(session)
         if waiting is None or waiting.waits is None:
             return 1.0 / max(self.most, SHORTEST)
@@ -148,7 +153,7 @@ class SessionWaits:
 
 
 class Ranking(Generic[Item]):
-    """Items in the order of their worth, sorted again after `RANK_SECONDS`."""
+    """Items in ascending order of worth; the order is computed again after `RANK_SECONDS`."""
 
     def __init__(self) -> None:
         self._time = 0.0
@@ -161,10 +166,11 @@ class Ranking(Generic[Item]):
         worth: Callable[[Item], float],
         now: float,
     ) -> Iterator[Item]:
-        """Iterate over the items of the last sort that are still in ``among``.
+        """Iterate over ``items`` in ascending order of ``worth``.
 
-        The item that is worth least comes first; among equals, the first of ``items``. Items that
-        are newer than the sort are missing. O(n log n) for a sort, else O(1) for each item.
+        The last order is used until it is `RANK_SECONDS` old: items that are no longer in ``among``
+        are left out, and items that are newer than the order are missing. Items of equal worth
+        stay in the order of ``items``. O(n log n) to sort, otherwise O(1) for each item.
         """
         if not self._items or now - self._time >= RANK_SECONDS:
             self._time, self._items = now, deque(sorted(items, key=worth))

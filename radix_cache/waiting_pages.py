@@ -1,4 +1,4 @@
-"""Pages of waiting sessions that no pin keeps, and their place in the order of eviction."""
+"""Unpinned pages of waiting sessions, and the order in which they are evicted."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ MAX_MARKS = 4096
 
 
 class WaitingPages:
-    """The last pages of sessions whose pins the quota removed.
+    """The last pages of sessions that the pin quota leaves unpinned.
 
-    Pages without a prediction are evicted least recently used first. A page that was idle for some
-    seconds is worth one hit for so many seconds of room. Before it is evicted, the pages of a
-    session go that are worth less.
+    Pages that belong to no session are evicted least recently used first. Such a page is worth
+    1 / n hits per second after n idle seconds. Before it is evicted, the pages of the session that
+    is worth least are evicted if they are worth less than this page.
     """
 
     def __init__(self, tree: RadixTree, waits: SessionWaits) -> None:
         self._tree, self._waits = tree, waits
         self._nodes: OrderedDict[Session, Node] = OrderedDict()  # last node of each session
-        self._sessions: dict[Node, Session] = {}  # sessions by their last node, the latest one
+        self._sessions: dict[Node, Session] = {}  # the latest session of each last node
         self._ranking: Ranking[Session] = Ranking()
-        # Ticks of the tree and their times, ascending: they tell how long a page was idle.
+        # Values of the tree's clock and their times, ascending: they give the idle time of pages.
         self._ticks: list[int] = []
         self._times: list[float] = []
 
@@ -40,7 +40,10 @@ class WaitingPages:
         return [session for session in self._nodes if session[1] == name]
 
     def mark(self, now: float) -> None:
-        """Record the time of the tree's present tick, at most once a second. O(1)."""
+        """Record that the tree's clock has its present value at time ``now``. O(1).
+
+        Times are recorded at most once in `MARK_SECONDS`.
+        """
         if not self._times or now - self._times[-1] >= MARK_SECONDS:
             self._ticks.append(self._tree.clock)
             self._times.append(now)
@@ -48,9 +51,9 @@ class WaitingPages:
             del self._ticks[: MAX_MARKS // 2], self._times[: MAX_MARKS // 2]
 
     def add(self, session: Session, node: Node) -> None:
-        """Add a session whose last pages end with ``node`` and are not pinned. O(1).
+        """Add a session whose last page, at the end of ``node``, is not pinned. O(1).
 
-        A session that was added with later pages keeps those.
+        A session that is present already is left as it is.
         """
         if session in self._nodes:
             return
@@ -59,28 +62,31 @@ class WaitingPages:
             self.forget(next(iter(self._nodes)))
 
     def forget(self, session: Session) -> Node | None:
-        """Forget a session, and return the end of its pages; None for an unknown session. O(1)."""
+        """Forget a session; return the node with its last page, None if it is unknown. O(1)."""
         node = self._nodes.pop(session, None)
         if node is not None and self._sessions.get(node) == session:
             del self._sessions[node]
         return node
 
     def retire(self, session: Session) -> None:
-        """Let a session's pages be evicted first; ignore unknown ones. O(depth + log n)."""
+        """Let a session's pages be evicted first. O(depth + log n).
+
+        Unknown sessions are ignored.
+        """
         node = self.forget(session)
         if node is not None:
             self._tree.retire(node)
 
     def drop(self, flushed: FlushedNamespaces) -> None:
-        """Forget the sessions of some namespaces. O(sessions)."""
+        """Forget all sessions of the namespaces in ``flushed``. O(sessions)."""
         for session in list(self._nodes):
             if session[0] in flushed:
                 self.forget(session)
 
     def evict(self, num_pages: int, now: float) -> array[int]:
-        """Evict pages as `RadixTree.evict` does, but evict pages of sessions by their worth.
+        """Evict pages as `RadixTree.evict` does, but pages of waiting sessions in order of worth.
 
-        O(log n) for each leaf, plus O(n log n) once in `RANK_SECONDS` to sort the sessions.
+        O(log n) for each leaf, and O(n log n) once in `RANK_SECONDS` to sort the sessions.
         """
         freed = array("q")
         while len(freed) < num_pages and (leaf := self._tree.first_leaf()) is not None:
@@ -94,12 +100,12 @@ class WaitingPages:
         """Assert that sessions and their last nodes refer to each other. O(sessions)."""
         assert len(self._nodes) <= MAX_SESSIONS, "too many sessions wait without a pin"
         for node, session in self._sessions.items():
-            assert self._nodes.get(session) is node, "a node is filed under a session that left it"
+            assert self._nodes.get(session) is node, "a node has a session that ends elsewhere"
         assert self._ticks == sorted(self._ticks), "the marks of the clock are out of order"
         assert len(self._ticks) == len(self._times) <= MAX_MARKS, "a mark has no time"
 
     def _retire_least(self, leaf: Node, now: float) -> None:
-        """Retire the session that is worth least, if it is worth less than ``leaf``."""
+        """Retire the session whose pages are worth least, if they are worth less than ``leaf``."""
         order = self._ranking.least_first(
             self._live(), self._nodes, lambda each: self._waits.worth(each, now), now
         )
@@ -108,20 +114,20 @@ class WaitingPages:
             self.retire(session)
 
     def _worth(self, leaf: Node, now: float) -> float:
-        """Return the worth of the leaf to evict next, in hits per second of room. O(times)."""
+        """Return the worth of a leaf's pages, in hits per second of keeping them. O(times)."""
         session = self._sessions.get(leaf)
         if session is not None:
             return self._waits.worth(session, now)
         return 1 / max(self._idle(leaf, now), SHORTEST)
 
     def _live(self) -> list[Session]:
-        """Return all sessions, after those whose pages were evicted are forgotten. O(sessions)."""
+        """Forget the sessions whose pages were evicted; return all others. O(sessions)."""
         for session, node in list(self._nodes.items()):
             if not self._tree.owns(node):
                 self.forget(session)
         return list(self._nodes)
 
     def _idle(self, leaf: Node, now: float) -> float:
-        """Return for how many seconds a page was not used, as far as the marks tell. O(log n)."""
+        """Return for how many seconds a leaf was not used, computed from the marks. O(log n)."""
         at = bisect_right(self._ticks, leaf.last_used)
         return now - self._times[max(0, at - 1)] if self._times else 0.0

@@ -1,4 +1,4 @@
-"""``foretoken verify``: whether a model gives the recorded answers in a file, without a server."""
+"""``foretoken verify``: check, without a server, whether a model gives recorded answers again."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ..dialects.batches.bodies import OutputLine
 
 KINDS = (Chosen, EngineConfig)
-DIFFERENT, INEXACT = 1, 3  # exit statuses: an answer differs; one of a model that is not exact
+DIFFERENT, INEXACT = 1, 3  # exit statuses if an answer differs: of an exact model, or not
 VERIFY = {"messages": "/v1/chat/completions/verify", "prompt": "/v1/completions/verify"}
 """Routes by the field of the request that holds the prompt."""
 
@@ -53,7 +53,7 @@ async def _run(lines: list[bytes], model: str | None, options: Mapping[str, Any]
     found: dict[str, int] = {}
 
     async def put(line: OutputLine) -> None:
-        text, found[line.custom_id] = _told(line)
+        text, found[line.custom_id] = _verdict_text(line)
         print(f"{line.custom_id}: {text}", flush=True)
 
     async def wanted() -> AsyncIterator[bytes]:
@@ -74,8 +74,8 @@ async def _run(lines: list[bytes], model: str | None, options: Mapping[str, Any]
     return DIFFERENT if DIFFERENT in found.values() else max(found.values())
 
 
-def _told(line: OutputLine) -> tuple[str, int]:
-    """Return the line to print for a verdict, and its exit status."""
+def _verdict_text(line: OutputLine) -> tuple[str, int]:
+    """Return the text to print for a verdict, and the exit status that it means."""
     import msgspec
 
     from ..dialects.batches.bodies import LineResponse
@@ -103,7 +103,10 @@ def _told(line: OutputLine) -> tuple[str, int]:
 
 
 def _lines(file: Path) -> Iterator[bytes]:
-    """Yield a line of a batch for each choice of each record. Raises `InvalidRequest`."""
+    """Yield a request, as a line of a batch file, that verifies each choice of each record.
+
+    Raises `InvalidRequest`.
+    """
     import msgspec
 
     for number, record in enumerate(_records(file), 1):

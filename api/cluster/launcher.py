@@ -159,5 +159,5 @@ def _take_signals_back() -> None:
     """
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGTERM, signal.SIGINT):
-            if (handler := signal.getsignal(number)) is not None:  # else C code installed it
+            if (handler := signal.getsignal(number)) is not None:  # None: a handler in C
                 signal.signal(number, handler)

@@ -76,7 +76,7 @@ def want(
 
 def _num_needed(loads: Sequence[ReplicaLoad], current: int) -> int:
     needed = ceil(round(sum(each.usage for each in loads) / FULL, 9))  # rounded: 2.1 / 0.7 > 3
-    if sum(each.waiting for each in loads) >= 1:  # below 1: waits are brief
+    if sum(each.waiting for each in loads) >= 1:  # fewer wait only briefly
         needed = max(needed, min(len(loads), current) + 1)
     return needed
 

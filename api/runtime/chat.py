@@ -184,7 +184,7 @@ class ChatAnswer:
 
     @property
     def answer(self) -> Answer:
-        """The generations whose text the message is."""
+        """The generations that yield the text of the message."""
         return self._answer
 
     @property

@@ -1,4 +1,4 @@
-"""The next turn of a conversation, computed as far as it is known when an answer ends."""
+"""The prompt of a conversation's next turn, computed in advance when an answer ends."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .conversation.tools import plain_call
 from .preprocess import PromptTokens
 
 logger = logging.getLogger(__name__)
-MARKS = "\x01", "\x02"  # two contents of the last message: prompts are equal up to it
+MARKS = "\x01", "\x02"  # contents of the last message: before it, the two prompts are equal
 
 
 class Client(Protocol):
@@ -34,14 +34,14 @@ class Client(Protocol):
 
 
 class NextTurns:
-    """Computes the beginning of next turns. Each runs in its own task."""
+    """Computes the beginning of the prompts of next turns, each in a task of its own."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
         self._tasks: set[asyncio.Task[None]] = set()
 
     def after(self, chat: ChatInput) -> Callable[[Choice], None]:
-        """Return a function that takes the answer to a conversation and starts the task."""
+        """Return a function that takes the answer to ``chat`` and starts the next turn's task."""
 
         def begin(choice: Choice) -> None:
             if choice.finish_reason != "abort":
@@ -54,11 +54,12 @@ class NextTurns:
     async def _warm(self, chat: ChatInput, choice: Choice) -> None:
         """Compute the prompt of the next turn up to its last message, which is not known yet.
 
-        It is cached already, unless the template changes an answer once another message follows it,
-        for example by removing the reasoning. Errors are logged, because the request has ended.
+        This part is cached already, unless the template renders an answer differently once another
+        message follows, for example without the reasoning. Errors are logged, because the request
+        has ended.
         """
         context = CONTEXT.get()
-        if context is not None:  # the request itself has ended
+        if context is not None:  # the request has ended, so this call is not part of it
             CONTEXT.set(RequestContext(context.scope, caller=context.caller))
         try:
             chat = _answered(chat, choice)
@@ -80,7 +81,7 @@ class NextTurns:
 
 
 def _answered(chat: ChatInput, choice: Choice) -> ChatInput:
-    """Return the conversation with its answer, as a prompt that is only computed."""
+    """Return the conversation with its answer, without a deadline and without pins."""
     options = {**chat.template, "add_generation_prompt": False, "continue_final_message": False}
     answer = message_of(choice.text, choice.reasoning, choice.tool_calls)
     if choice.tool_calls:

@@ -115,9 +115,9 @@ class ServingEngine(Protocol):
         """Abort a request between two steps. Unknown and finished requests are ignored."""
 
     def expect_turn(self, session: str, label: str, namespace: str | None = None) -> None:
-        """Tell what a session waits for after its last turn, by a label such as a tool's name.
+        """Give the wait after a session's last turn a label, such as the name of a tool.
 
-        The time for which its pages stay pinned is fitted to earlier waits with the same label.
+        The session's pages stay pinned for a time that fits earlier waits with the same label.
         """
 
     # -- start and end
@@ -148,7 +148,7 @@ class ServingEngine(Protocol):
     async def end_session(self, session: str) -> bool:
         """Unpin a session's pages and let them be evicted first; return whether it had any.
 
-        Its running turns give up their pages when they end.
+        Pages of turns that have not ended are evicted first, too, once the turns end.
         """
 
     async def cache_info(self, namespace: str | None = None) -> Body:

@@ -1,4 +1,4 @@
-"""Sessions: what one waits for after a turn, and the request that ends it."""
+"""Sessions: the cause of the wait after a turn, and the request that ends a session."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ MAX_LABEL = 256  # characters
 
 
 def in_session(cache: CacheOptions, session: str) -> CacheOptions:
-    """Return the cache options of a request of a session.
+    """Return the cache options ``cache`` for a request of a session.
 
-    Raises `InvalidRequest`, which names the header, for a header of `ENDS` that is no switch.
+    Raises `InvalidRequest`, which names the header, for a header of `ENDS` that is not a Boolean.
     """
     return replace(cache, session=session, ends_session=any(map(_is_on, ENDS)))
 
@@ -35,7 +35,10 @@ def _is_on(name: str) -> bool:
 
 
 def label_of(choice: Choice) -> str:
-    """Return the label of the wait that follows an answer: its tools, or "" for a person."""
+    """Return the label of the wait after an answer: the names of the called tools.
+
+    The label is "" if no tool was called, so that a person continues the session.
+    """
     return "+".join(sorted({call.name for call in choice.tool_calls}))[:MAX_LABEL]
 
 

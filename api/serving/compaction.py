@@ -1,4 +1,4 @@
-"""Compaction in the APIs: the server's seal, and errors of too long prompts and broken seals."""
+"""Compaction in all APIs: the server's seal, and errors for long prompts and broken seals."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ def summarizer_of(service: Service) -> Summarizer:
 
 
 def opened(seal: Seal, owner: bytes, text: str, path: str) -> bytes:
-    """Return sealed data. Raises `InvalidRequest`, which names ``path``, for a broken seal."""
+    """Return the data in a sealed text, the field ``path`` of a body.
+
+    Raises `InvalidRequest`, which names the field, for a broken seal.
+    """
     try:
         return seal.open(owner, text)
     except BrokenSeal:
@@ -31,13 +34,13 @@ def opened(seal: Seal, owner: bytes, text: str, path: str) -> bytes:
         raise InvalidRequest(message, param=path) from None
 
 
-def tell_compaction(
+def explain_compaction(
     error: PromptTooLong, num_left: int | None, summarizer: Summarizer, *, how: str
 ) -> None:
-    """Add to the error's message what compaction would leave of the prompt.
+    """Add to the error's message how many prompt tokens a compaction would leave.
 
     ``num_left``: tokens of the prompt without the part that a summary would replace; None if there
-    is no such part. ``how``: the fields or the route that compact a conversation.
+    is no such part. ``how``: names of the fields or the route that compact a conversation.
     """
     if num_left is None:
         text = "Compaction cannot shorten it: it has no earlier turns."

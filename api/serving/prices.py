@@ -10,8 +10,8 @@ from ...core.config import parse_object
 from ...core.errors import InvalidRequest
 from ...core.interface.request import Usage
 
-PER = 1_000_000  # tokens that a price is for
-DIGITS = 12  # decimal places of a cost
+PER = 1_000_000  # number of tokens that a price buys
+DIGITS = 12  # decimal places to which a cost is rounded
 NAMES = ("input", "cached", "write", "output")
 
 
@@ -60,8 +60,8 @@ class Prices:
     def cost(self, usage: Usage, num_written: int | None = None) -> float:
         """Return the cost of a request.
 
-        ``num_written``: tokens written to the cache as the API counts them, if not as the engine
-        does.
+        ``num_written``: number of tokens written to the cache, if the API counts them in its own
+        way; otherwise the engine's count applies.
         """
         written = usage.cache_write_tokens if num_written is None else num_written
         plain = usage.prompt_tokens - usage.cached_tokens - written

@@ -8,7 +8,7 @@ from ...core.interface.request import Usage
 
 
 class ComparedToken(Struct, kw_only=True, frozen=True):
-    """A token at one position. ``logprob``: its log-probability by the model's raw logits."""
+    """A token at one position. ``logprob``: its log-probability in the model's raw logits."""
 
     id: int
     text: str
@@ -16,12 +16,12 @@ class ComparedToken(Struct, kw_only=True, frozen=True):
 
 
 class Difference(Struct, kw_only=True, frozen=True):
-    """The first place at which a recorded answer is not the model's.
+    """The first position at which a recorded answer differs from the model's answer.
 
     - ``position``: index of the token in the answer.
     - ``given``: the recorded token; None if the recorded answer ends here and the model's does not.
     - ``own``: the model's token; None if the model's answer ends here and the recorded one does
-      not, or if both end here, but for different reasons.
+      not, or if both end here for different reasons.
     - ``margin``: by how much the model's token has the higher score. The score is the processed
       logit, divided by the temperature, plus the noise of the seed. None if the recorded token is
       excluded, or if one of the tokens is missing.
@@ -36,16 +36,16 @@ class Difference(Struct, kw_only=True, frozen=True):
 
 
 class Verdict(Struct, kw_only=True, frozen=True):
-    """Result of a verification, which ends at the first difference.
+    """Result of the verification of a recorded answer, which ends at the first difference.
 
     - ``verified``: whether the model gives the recorded answer.
     - ``exact``: whether the model's logits have the same bits in any batch. If not, a difference
       may be due to rounding.
-    - ``checked_tokens``: number of compared tokens, the different one included.
+    - ``checked_tokens``: number of compared tokens, including a different one.
     - ``different_tokens``: 0 or 1.
-    - ``finish_reason``: how the model's answer ends after the compared tokens; None if it goes on.
-    - ``token_ids``: the model's tokens that were compared with the answer.
-    - ``usage``: cost of the verification.
+    - ``finish_reason``: why the answer ends after the compared tokens; None if it continues.
+    - ``token_ids``: the model's tokens that were compared with recorded tokens.
+    - ``usage``: tokens and steps of the verification.
     """
 
     verified: bool

@@ -1,9 +1,9 @@
 """Time of many questions about one input: `python -m foretoken.bench.lab.decisions`.
 
 Each kind of question is asked `--questions` times in one call. The baseline generates one token
-for each of the same prompts, submitted together. Both take turns on the same engine, and every
-turn has its own cache salt, so that each computes the input once. A ratio is the time of a call
-over the time of the rows in the same round.
+for each of the same prompts, submitted together. The call and the baseline alternate on the same
+engine, each time with a new cache salt, so that each computes the input once. A ratio is the time
+of a call divided by the time of the baseline in the same round.
 """
 
 from __future__ import annotations
@@ -81,12 +81,12 @@ async def measured(options: argparse.Namespace) -> list[dict[str, object]]:
 async def _kind(
     llm: AsyncLLM, decider: Decider, name: str, options: argparse.Namespace
 ) -> dict[str, object]:
-    """Measure one kind of question."""
+    """Measure one kind of question; return a row of the table."""
     questions = [
         {**KINDS[name], "instructions": CLAIM.format(index)} for index in range(options.questions)
     ]
     found: list[tuple[float, float]] = []
-    for turn in range(options.rounds + 1):  # The first round is not counted.
+    for turn in range(options.rounds + 1):  # The first round is a warm-up.
         text = "".join(SENTENCE.format(index) for index in range(options.sentences))
         asked, seconds = await _decided(decider, text, questions, f"decisions {name} {turn}")
         prompts = [asked.prompt_ids(index) for index in range(len(questions))]
@@ -108,7 +108,7 @@ async def _kind(
 async def _decided(
     decider: Decider, text: str, questions: Sequence[Mapping[str, Any]], salt: str
 ) -> tuple[Deciding, float]:
-    """Ask the questions about a text. Return the call and its seconds."""
+    """Ask questions about a text. Return the call, and the seconds that it took."""
     params = pool_params(cache_salt=salt)
     began = time.perf_counter()
     chat = ChatInput(messages=[{"role": "user", "content": text}], params=params)
@@ -118,7 +118,7 @@ async def _decided(
 
 
 async def _generated(llm: AsyncLLM, prompts: Sequence[list[int]], salt: str) -> float:
-    """Generate one token for each prompt. Return the seconds."""
+    """Generate one token for each prompt. Return the seconds that this took."""
     params = SamplingParams(max_tokens=1, temperature=0, cache_salt=salt)
     began = time.perf_counter()
     await llm.generate(prompts, params)

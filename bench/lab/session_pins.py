@@ -1,11 +1,11 @@
-"""Pins of sessions on recorded sessions of agents, simulated: saved tokens by policy and pool.
+"""Simulation of agents' sessions: prompt tokens that each pin policy saves, by pool size.
 
-The prefix cache is the real one; time is virtual, and there is no model. A recording says how the
-prompts of a session grow. It holds no times, so every session is played with waits that are drawn
+The prefix cache is the real one; time is virtual, and there is no model. Recordings of sessions say
+how their prompts grow. They hold no times, so the waits between turns are random: they are drawn
 from a mix. The mix `measured` is close to what TraceLab (University of Washington, 2026) measured
-in 4,265 sessions of Claude Code and Codex: a tool takes 0.3 s in the median, 13.6 s at 90% and
-3.6 minutes at 99%, and a person answers after 1.4 and 20.6 minutes (50% and 90%). `slow` has mostly
-tests and sub-agents, and `one` a single tool.
+in 4,265 sessions of Claude Code and Codex: a tool takes 0.3 s (median), 13.6 s (90th
+percentile) or 3.6 minutes (99th), and a person answers after 1.4 minutes (median) or 20.6 minutes
+(90th). `slow` has mostly tests and sub-agents, and `one` has a single tool.
 
     python -m foretoken.bench.lab.session_pins --out FILE
 """
@@ -34,29 +34,29 @@ from ..load.recording import Request, is_answer, read_recordings
 RECORDINGS = Path(__file__).resolve().parents[1] / "recordings"
 PAGE_SIZE = 16  # tokens
 CHARS = 4  # characters of a body that count as a token
-SPAN = 1_000_000  # token ids of each session, and of the tools and system text of each agent
-PREFILL, DECODE = 8_000.0, 60.0  # tokens a second of a request
-FIRST = 100  # first multiple of `SPAN` for sessions; agents have lower ones
+SPAN = 1_000_000  # number of token ids reserved for each session and each agent
+PREFILL, DECODE = 8_000.0, 60.0  # tokens per second of one request
+FIRST = 100  # session n has the token ids from (n + FIRST) * SPAN on; agents have lower ones
 MAX_RUNNING = 8
 START_GAP = 3.0  # seconds between the first requests
-STEPS = 9  # answers from one message of a person to the next
-SHARES = (1, 2, 4)  # pool sizes: the tokens of the live sessions are divided by each number
+STEPS = 9  # number of answers between two messages of a person
+SHARES = (1, 2, 4)  # pool sizes: the most tokens of live sessions, divided by these
 
 
 class Wait(NamedTuple):
-    """A kind of wait between two turns; its time is log-normal."""
+    """A kind of wait between two turns, with a log-normal distribution."""
 
     name: str
     share: float  # share of all waits
     median: float  # seconds
-    spread: float  # standard deviation of the natural logarithm
+    spread: float  # standard deviation of the logarithm of the seconds
 
 
 class Mix(NamedTuple):
-    """The waits of a workload."""
+    """The kinds of waits in a workload."""
 
     tools: Sequence[Wait]
-    person: Wait | None  # follows every `STEPS` answers
+    person: Wait | None  # the wait after every `STEPS` answers; None: no such waits
 
 
 MIXES = {
@@ -89,7 +89,7 @@ class Shape:
     def __init__(self, requests: Sequence[Request]) -> None:
         body = requests[0].body
         fixed = [body.get(name) or "" for name in ("tools", "system", "instructions")]
-        self.num_shared = _tokens(fixed)  # the same in all sessions of the agent
+        self.num_shared = _tokens(fixed)  # tokens of the agent's tools and system text
         self.prompts = [_tokens(each.items) for each in requests]
         self.answers = [
             max(
@@ -107,20 +107,20 @@ def _tokens(value: object) -> int:
 
 @dataclass(eq=False)
 class Session:
-    """A session that is played."""
+    """A simulated session. ``turn``: index of its present turn."""
 
     number: int
-    kind: int  # number of its shape
+    kind: int  # index of its shape
     shape: Shape
-    waits: Sequence[tuple[str, float]]  # after each turn but the last: label, seconds
-    closes: bool  # whether its last request ends it
+    waits: Sequence[tuple[str, float]]  # label and seconds of the wait after each turn but the last
+    closes: bool  # whether its last request ends the session
     turn: int = 0
     began: float = 0.0  # time when the running turn began to read the cache
-    returns: float = 0.0  # time of its next request; the present while a request runs
+    returns: float = 0.0  # time of its next request; while a request runs, the time when it began
     tokens: array[int] = field(default_factory=lambda: array("q"))
 
     def __post_init__(self) -> None:
-        """Make the tokens of its longest prompt and answer."""
+        """Make the token ids of the longest prompt and the longest answer."""
         own = max(self.shape.prompts) + max(self.shape.answers)
         first = (self.number + FIRST) * SPAN
         self.tokens.extend(range(self.kind * SPAN, self.kind * SPAN + self.shape.num_shared))
@@ -128,7 +128,7 @@ class Session:
 
     @property
     def name(self) -> str:
-        """The name under which the cache knows it."""
+        """The session's name in the cache."""
         return f"session {self.number}"
 
     @property
@@ -137,7 +137,7 @@ class Session:
         return self.tokens[: self.shape.num_shared + self.shape.prompts[self.turn]]
 
     @property
-    def whole(self) -> array[int]:
+    def prompt_and_answer(self) -> array[int]:
         """The tokens of the present prompt and its answer."""
         return self.tokens[: len(self.prompt) + self.shape.answers[self.turn]]
 
@@ -147,29 +147,32 @@ class Policy:
 
     session_ttl = 0.0
 
-    def make(self, num_pages: int, game: Game) -> PrefixCache:  # noqa: ARG002
-        """Return the cache."""
+    def make(self, num_pages: int, simulation: Simulation) -> PrefixCache:  # noqa: ARG002
+        """Return a prefix cache of ``num_pages`` pages."""
         return PrefixCache(num_pages, PAGE_SIZE, session_ttl=self.session_ttl)
 
-    def turned(self, cache: PrefixCache, session: Session, label: str | None) -> None:
-        """Tell the cache that a turn has ended; ``label`` is None after the last one."""
+    def end_turn(self, cache: PrefixCache, session: Session, label: str | None) -> None:
+        """Inform the cache that a turn has ended.
+
+        ``label``: label of the wait that follows; None after the last turn.
+        """
 
 
 class Fixed(Policy):
-    """Pins for five minutes."""
+    """Policy that pins each turn for five minutes."""
 
     session_ttl = 300.0
 
-    def turned(self, cache: PrefixCache, session: Session, label: str | None) -> None:  # noqa: ARG002
+    def end_turn(self, cache: PrefixCache, session: Session, label: str | None) -> None:  # noqa: ARG002
         """Pin the turn."""
         _pin(cache, session)
 
 
 class Fitted(Fixed):
-    """Pins for as long as the waits are predicted to last; closed sessions end."""
+    """Policy that pins each turn for the predicted time of the wait, and ends closed sessions."""
 
-    def turned(self, cache: PrefixCache, session: Session, label: str | None) -> None:
-        """Pin the turn, and tell what the session waits for, or that it has ended."""
+    def end_turn(self, cache: PrefixCache, session: Session, label: str | None) -> None:
+        """Pin the turn; then inform the cache of the session's wait, or of its end."""
         _pin(cache, session)
         if label is None and session.closes:
             cache.end_session(session.name)
@@ -178,26 +181,26 @@ class Fitted(Fixed):
 
 
 def _pin(cache: PrefixCache, session: Session) -> None:
-    tokens = session.whole
+    tokens = session.prompt_and_answer
     cache.pin_session(tokens, len(tokens), session=session.name, began=session.began)
 
 
 class Oracle(Policy):
-    """Evicts the pages whose next use is furthest away, which only a simulation knows."""
+    """Policy that evicts the pages whose next use is latest, which only a simulation can know."""
 
-    def make(self, num_pages: int, game: Game) -> PrefixCache:
-        """Return a cache with another order of eviction."""
-        cache = super().make(num_pages, game)
-        cache.tree._index = _Foreseen(game)
+    def make(self, num_pages: int, simulation: Simulation) -> PrefixCache:
+        """Return a prefix cache that evicts the pages with the latest next use first."""
+        cache = super().make(num_pages, simulation)
+        cache.tree._index = _Foreseen(simulation)
         return cache
 
 
 class _Foreseen(EvictionIndex):
     """Leaves in the order of their next use, the latest first."""
 
-    def __init__(self, game: Game) -> None:
+    def __init__(self, simulation: Simulation) -> None:
         super().__init__()
-        self._game = game
+        self._simulation = simulation
 
     def take(
         self,
@@ -208,7 +211,7 @@ class _Foreseen(EvictionIndex):
         """Remove the leaf whose next use is latest. O(leaves)."""
         if not len(self):
             return None, missing, False
-        leaf = max(self, key=lambda each: self._game.next_use(each.key[-1] // SPAN))
+        leaf = max(self, key=lambda each: self._simulation.next_use(each.key[-1] // SPAN))
         self.remove(leaf)
         return leaf, missing, False
 
@@ -218,15 +221,15 @@ POLICIES: dict[str, Callable[[], Policy]] = {
 }  # fmt: skip
 
 
-class Game:
-    """Plays sessions on a cache: ``num_live`` at a time, ``num_all`` in total."""
+class Simulation:
+    """Simulates sessions on a cache: ``num_live`` at a time, ``num_all`` in total."""
 
     def __init__(
         self, shapes: Sequence[Shape], mix: Mix, policy: Policy, num_pages: int, *,
         num_live: int, num_all: int, seed: int,
     ) -> None:  # fmt: skip
-        self.num_saved = self.num_asked = 0  # tokens of prompts: read from the cache, and all
-        self.most_needed = 0  # most tokens of live sessions at a time
+        self.num_saved = self.num_asked = 0  # prompt tokens: read from the cache, and in total
+        self.most_needed = 0  # maximum number of tokens of live sessions at a time
         self._shapes, self._mix, self._policy, self._seed = shapes, mix, policy, seed
         self._num_all, self._numbers = num_all, count()
         self._live: dict[int, Session] = {}
@@ -239,8 +242,8 @@ class Game:
         for index in range(num_live):
             self._begin(index * START_GAP)
 
-    def play(self) -> Game:
-        """Play all sessions, and return the game."""
+    def run(self) -> Simulation:
+        """Run all sessions to their ends; return this object."""
         while self._events:
             self._now, _, act = heapq.heappop(self._events)
             self._cache.tick(self._now)
@@ -249,7 +252,10 @@ class Game:
         return self
 
     def next_use(self, owner: int) -> float:
-        """Return when the pages of an agent or of a session are read next."""
+        """Return the time when the pages of an agent or session are read next.
+
+        ``owner``: number of an agent, or `FIRST` plus the number of a session.
+        """
         if owner >= len(self._shapes):
             session = self._live.get(owner - FIRST)
             return math.inf if session is None else session.returns
@@ -285,7 +291,7 @@ class Game:
         while self._queue and self._num_running < MAX_RUNNING:
             session = self._queue[0]
             lease = self._cache.acquire(session.prompt)
-            if not self._cache.extend(lease, len(session.whole)):
+            if not self._cache.extend(lease, len(session.prompt_and_answer)):
                 self._cache.release(lease, session.prompt, lease.num_cached_tokens)
                 if not self._num_running:
                     raise SystemExit("the pool is too small for the longest session")
@@ -303,12 +309,12 @@ class Game:
         self._at(self._now + seconds, lambda: self._end(session, lease))
 
     def _end(self, session: Session, lease: KVLease) -> None:
-        self._cache.release(lease, session.whole, len(session.whole))
+        self._cache.release(lease, session.prompt_and_answer, len(session.prompt_and_answer))
         self._num_running -= 1
         is_last = session.turn == len(session.waits)
         label, seconds = (None, math.inf) if is_last else session.waits[session.turn]
         session.returns = self._now + seconds
-        self._policy.turned(self._cache, session, label)
+        self._policy.end_turn(self._cache, session, label)
         if is_last:
             del self._live[session.number]
             self._begin(self._now)
@@ -326,20 +332,20 @@ def results(shapes: Sequence[Shape], args: argparse.Namespace) -> list[dict[str,
     rows = []
     for name, mix in MIXES.items():
 
-        def play(policy: str, num_pages: int, mix: Mix = mix) -> Game:
-            return Game(
+        def run(policy: str, num_pages: int, mix: Mix = mix) -> Simulation:
+            return Simulation(
                 shapes, mix, POLICIES[policy](), num_pages,
                 num_live=args.live, num_all=args.sessions, seed=args.seed,
-            ).play()  # fmt: skip
+            ).run()  # fmt: skip
 
-        need = play("last use", args.sessions * 4096).most_needed
+        need = run("last use", args.sessions * 4096).most_needed
         for share in SHARES:
-            games = {each: play(each, need // share // PAGE_SIZE) for each in POLICIES}
-            best = games["oracle"].num_saved
+            runs = {each: run(each, need // share // PAGE_SIZE) for each in POLICIES}
+            best = runs["oracle"].num_saved
             row: dict[str, object] = {"waits": name, "pool": f"1/{share}", "tokens": need // share}
-            for policy, game in games.items():
-                hit = game.num_saved / game.num_asked
-                row[policy] = f"{hit:.3f}, {game.num_saved / best:.3f}"
+            for policy, simulation in runs.items():
+                hit = simulation.num_saved / simulation.num_asked
+                row[policy] = f"{hit:.3f}, {simulation.num_saved / best:.3f}"
             rows.append(row)
             print(".", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)

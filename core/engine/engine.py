@@ -211,7 +211,7 @@ class Engine:
         self._inbox.abort(request_id)
 
     def expect_turn(self, session: str, label: str, namespace: str | None = None) -> None:
-        """Fit the pin of a session's last turn to what the session waits for; see `PrefixCache`."""
+        """Fit the time of a session's pin to the wait with this label; see `PrefixCache.expect`."""
         cache = self.scheduler.cache
         cache.tick(self._clock())
         cache.expect(session, label, namespace=namespace)

@@ -1,6 +1,6 @@
-"""Explanation of a difference: log-probabilities, margin, and what excludes the recorded token.
+"""Explanation of why the model chose another token than a recorded one at a position.
 
-It is computed from the raw logits of the position with the functions of the sampler.
+It is computed from the raw logits of the position, with the functions of the sampler.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from .logits_processors import scaled, truncate
 from .logprobs import token_logprobs
 from .verifier import best, processed
 
-CUTS = {"top_k": 0, "min_p": 0.0, "top_p": 1.0}  # parameters that cut, and their neutral values
+CUTS = {"top_k": 0, "min_p": 0.0, "top_p": 1.0}  # cuts, and their values that keep all tokens
 
 
 class Explanation(Struct, kw_only=True, frozen=True):
-    """Reasons why a position has another token.
+    """Reasons why a position has the model's token and not the recorded one.
 
     ``chosen``: the token that the sampler draws from these logits; None if it can draw none.
     ``logprobs``: raw log-probabilities of the two tokens, by id. ``margin``: by how much the score
-    of the model's token is higher; None if the other token is excluded. ``excluded_by``: the
-    parameter that excludes the other token; None if it is not excluded.
+    of the model's token is higher; None if the recorded token is excluded. ``excluded_by``: the
+    parameter that excludes the recorded token; None if it is not excluded.
     """
 
     chosen: int | None
@@ -47,10 +47,10 @@ def explain(
     given: int | None,
     own: int | None,
 ) -> Explanation:
-    """Explain why ``own`` follows ``tokens``, the prompt included, and not ``given``.
+    """Explain why the model's token ``own`` follows ``tokens``, and not the recorded ``given``.
 
-    ``logits`` [vocab] are the raw logits after ``tokens``. The constraint of ``sampling`` must not
-    be in use by another thread.
+    ``tokens`` include the prompt. ``logits`` [vocab] are the raw logits after ``tokens``. No other
+    thread may use the constraint of ``sampling`` at the same time.
     """
     values = torch.from_numpy(np.frombuffer(logits, np.float32).copy())[None]
     row = DraftedRow(tokens, sampling)
@@ -73,9 +73,9 @@ def explain(
 
 
 def _excluded_by(values: Tensor, row: DraftedRow, token_id: int) -> str | None:
-    """Return the parameter that excludes a token, in the order in which the sampler applies them.
+    """Return the first parameter that excludes a token, in the order of the sampler.
 
-    Returns None if no parameter does.
+    Returns None if no parameter excludes it.
     """
     encoded, sampling = row.encoded(values.shape[-1]), row.sampling
     if len(encoded.allowed) and token_id not in encoded.allowed:
@@ -95,7 +95,7 @@ def _excluded_by(values: Tensor, row: DraftedRow, token_id: int) -> str | None:
 
 
 def _keeps(edited: Tensor, row: DraftedRow, name: str, token_id: int) -> bool:
-    """Whether the cut ``name`` alone keeps a token of the ``edited`` logits [1, vocab]."""
+    """Whether a token of the ``edited`` logits [1, vocab] is kept if only cut ``name`` is used."""
     sampling = row.sampling
     others: dict[str, Any] = {cut: off for cut, off in CUTS.items() if cut != name}
     params = dataclasses.replace(sampling.params, **others)
@@ -105,6 +105,9 @@ def _keeps(edited: Tensor, row: DraftedRow, name: str, token_id: int) -> bool:
 
 
 def _last_cut(sampling: SamplingMetadata) -> str | None:
-    """Return the cut that is applied last: it excludes what no cut excludes alone."""
+    """Return the cut that the sampler applies last.
+
+    If no cut alone excludes a token, this one does, after the others have removed tokens.
+    """
     active = [name for name, off in CUTS.items() if getattr(sampling.params, name) != off]
     return active[-1] if active else None

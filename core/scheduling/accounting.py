@@ -1,6 +1,6 @@
-"""Accounting of committed steps: usage, charges for drafts, and what the speculator learns.
+"""Accounting of committed steps: usage, charges for drafts, and the speculator's statistics.
 
-The next plan does not depend on it, so it is done while the next step computes.
+The next plan does not depend on the accounting, so it is done while the next step computes.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class StepAccounts:
     def add(self, row: CommittedRow) -> None:
         """Account for a row later, in `settle`.
 
-        A row that ends its request, or whose draft comes from the proposer, is accounted for now:
-        the speculator forgets a request at its end, and it plans by how much KV the proposer has.
+        A row that ends its request, or may have a draft from the proposer, is accounted for now:
+        the speculator forgets a request at its end, and its next plan depends on the proposer's KV.
         """
         if row.delta.terminal or row.scheduled.draft_plan.max_draft:
             self._account(row)
@@ -49,14 +49,14 @@ class StepAccounts:
             self._open.append(row)
 
     def settle(self) -> None:
-        """Account for all open rows."""
+        """Account for all rows that are not accounted for yet."""
         rows, self._open = self._open, []
         for row in rows:
             self._account(row)
 
     def _account(self, row: CommittedRow) -> None:
         request, out, delta = row.request, row.out, row.delta
-        if num_drafted := len(out.draft.token_ids):  # each cost a row, accepted or not
+        if num_drafted := len(out.draft.token_ids):  # each draft token cost a row, accepted or not
             self._charge(request.tenant, num_drafted)
         if delta.token_ids:
             _count(row)
@@ -77,7 +77,7 @@ def _count(row: CommittedRow) -> None:
         delta.token_sources = [""] * num_tokens
         return
     names = set(draft.sources)
-    if len(names) == 1:  # by far the most frequent case, which needs no look at each token
+    if len(names) == 1:  # the most frequent case, in which tokens need not be looked up
         accepted = [*names] * min(len(out.path), num_tokens)
     else:
         accepted = [draft.sources[node] for node in out.path[:num_tokens]]

@@ -150,7 +150,7 @@ def pin_prompt(cache: PrefixCache, request: Request) -> None:
 
 
 def pin_session(cache: PrefixCache, request: Request, num_computed: int) -> None:
-    """Pin the prompt and answer of an ended request as its session's last turn, or end that."""
+    """Pin prompt and answer of an ended request for its session; end the session if asked to."""
     session = request.cache.session
     if session is None:
         return

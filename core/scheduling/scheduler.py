@@ -539,7 +539,7 @@ class Scheduler:
     def end_session(self, session: str) -> bool:
         """End a session, and let its pages be evicted first; return whether it had pages.
 
-        Turns of the session that have not ended give up their pages when they end.
+        Pages of turns that have not ended are evicted first, too, once the turns end.
         """
         for request in self.request_table.of_session(session):
             request.cache = replace(request.cache, ends_session=True)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from ...core.interface.draft import Draft
 from .tree_growth import Growing, TreeGrowth, TreeNodes
-from .tree_template import Expectation, Numbered, TemplateRow, bases_of, place
+from .tree_template import Expectation, Numbered, TemplateRow, assign_rows, bases_of
 
 FloatArray = NDArray[np.float64]
 _Placed: TypeAlias = tuple[int, Growing]
@@ -54,13 +54,13 @@ class StepTrees:
         return [[node for each in found[tree] for node in each.nodes] for tree in self._trees]
 
     def template(self, roots: Mapping[TreeGrowth, TemplateRow]) -> list[list[TemplateRow]]:
-        """Return the rows of the next passes, for which no pass waits until the host has read it.
+        """Return the rows of the next passes, which are all launched before any result is read.
 
-        ``roots``: rows of a first pass that was launched and not read, by tree. The list is empty
-        if no pass is expected to bring more than it costs.
+        ``roots``: rows of a first pass whose result was not read yet, by tree. The list is empty if
+        no pass is expected to yield more than it costs.
         """
         planned = [rows for group in self._groups for rows in group.template(roots) if rows]
-        return place(planned)
+        return assign_rows(planned)
 
     def drafts(self, owed: Sequence[int] | None = None) -> list[Draft]:
         """Return the draft of each tree.
@@ -159,10 +159,10 @@ class _Group:
         return self._best(_ranked(worths))[1] - self._gain
 
     def template(self, roots: Mapping[TreeGrowth, TemplateRow]) -> list[Numbered]:
-        """Return the rows of each tree that are expected to pay, with the numbers of their passes.
+        """Return the rows of each tree that are worth their cost, with the numbers of their passes.
 
-        A row is expected to pay if its best child brings more tokens than a row of the target's
-        pass and a row of the drafter's pass together.
+        A row is worth its cost if its best child is expected to yield more tokens than the price of
+        a row in the target's pass and of a row in the drafter's pass together.
         """
         self.rank()
         least = self.least()

@@ -326,7 +326,7 @@ class DecoderGrower(TreeGrower):
     def _compute_rows(
         self, rows: Sequence[TemplateRow], before: PendingBest | Sequence[Best]
     ) -> Opened:
-        """Compute a pass of a template; ``before``: what the pass of the rows' parents finds."""
+        """Compute a pass of a template. ``before``: the results of the pass before it."""
         tokens = None
         if not isinstance(before, Sequence):
             sources = np.array([row.source(self._num_best) for row in rows], np.int32)

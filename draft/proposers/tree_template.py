@@ -1,15 +1,15 @@
-"""Templates of draft trees: nodes that are computed before the host knows their tokens.
+"""Templates of draft trees, whose nodes are computed before the host knows their tokens.
 
-If the device chooses tokens itself, the host can launch several passes of a drafter and read their
-tokens afterwards: each pass takes its tokens from the words of the pass before it
+If the device chooses tokens itself, the host can launch several passes of a drafter before it reads
+any tokens: each pass takes its tokens from the result words of the pass before it
 (`DeviceTokens`). Positions, KV slots and the origin of each token must then be known before the
-first pass. A template states them. Each of its rows computes either a node that the tree
-has already, or the candidate of a given *rank* after another row, whatever its token will be.
+first pass. A template has them for each of its rows. A row computes either a node that the tree has
+already, or the candidate of a given *rank* after another row, whatever its token will be.
 
-The rows are chosen by expectation. The candidates after a node are expected to have the mean
-probabilities of their ranks (`GapModel.mean_chances`), so the tree expected below a node always has
-the same shape (`ExpectedTree`), scaled by the probability of reaching it. After the tokens were
-read, the trees have their real nodes, and the next template begins with them.
+The rows are chosen by expected probabilities. The candidates after a node are expected to have the
+mean probabilities of their ranks (`GapModel.mean_chances`), so the tree expected below a node has
+the same shape for every node (`ExpectedTree`), scaled by the probability of reaching the node. Once
+the host has read the tokens, the trees have real nodes, and the next template begins with them.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from ..control.outcome import NUM_BEST
 from .tree_growth import MOST_EXPANDED, ROOT, TreeGrowth
 
 FloatArray: TypeAlias = NDArray[np.float64]
-# A pass waits for the results before it, unless it computes a node with at least this survival: a
-# pass after a path that has ended costs more than a read.
+# A pass is launched before the results of earlier passes are read only if it computes a node with
+# at least this survival: a useless pass costs more than to wait for results.
 LEAST_LIKELY = 0.5
 KNOWN = -1  # rank of a row whose token the host knows
 
@@ -49,16 +49,16 @@ class TemplateRow(msgspec.Struct, eq=False):
     level: int
     parent: TemplateRow | None = None
     rank: int = KNOWN
-    node: int | None = None  # number of the node in the tree; None while it is unknown
+    node: int | None = None  # number of the node in the tree; None until its token is read
     on_trunk: bool = True
     slot: int | None = None
     tail: Sequence[int] = ()
     index: int = -1  # index of the row in its pass; -1: no pass computes it
 
     def source(self, num_best: int) -> int:
-        """Return the index of the token's word among the parent's pass's; -1 for a known token.
+        """Return the index of the token's word in the result of the parent's pass.
 
-        ``num_best``: number of words that the pass has for each row.
+        Return -1 for a known token. ``num_best``: number of words in the result for each row.
         """
         if self.rank == KNOWN or self.parent is None:
             return -1
@@ -67,8 +67,8 @@ class TemplateRow(msgspec.Struct, eq=False):
     def read(self, best: Best) -> None:
         """Add the candidates that the pass found after this row to the tree.
 
-        The parent must have been read. Nothing is added if the row's own token was not found, or if
-        another row has computed the same node.
+        The parent must have been read before. Nothing is added if the parent has no candidate of
+        this rank, or if another row has computed the same node.
         """
         tree, parent = self.tree, self.parent
         if self.rank != KNOWN and parent is not None and parent.node is not None:
@@ -84,16 +84,16 @@ Numbered: TypeAlias = Sequence[tuple[int, TemplateRow]]
 
 
 class ExpectedTree:
-    """The likeliest nodes that are expected below a node, in descending order of survival.
+    """The nodes below a node that are expected to be likeliest, in descending order of survival.
 
     ``chances``: expected probability of the token of each rank, in descending order. ``most``:
     maximum number of nodes. All lists have one entry per node.
     """
 
     def __init__(self, chances: Sequence[float], most: int) -> None:
-        self.parents = list[int]()  # index of the node before; -1: the node at the top
+        self.parents = list[int]()  # index of the parent; -1: the node above the expected tree
         self.ranks, self.levels = list[int](), list[int]()
-        survival = list[float]()  # relative to the node at the top
+        survival = list[float]()  # probability, if the node above the expected tree is accepted
         # Entries are (negative survival, serial number, parent, rank, level).
         heap = [(-chance, rank, -1, rank, 1) for rank, chance in enumerate(chances) if chance]
         serial = len(heap)
@@ -108,7 +108,7 @@ class ExpectedTree:
             self.ranks.append(rank)
             self.levels.append(level)
         self.survival: FloatArray = np.array(survival)
-        # Entry n lists, among the first n nodes, the parents of others in ascending order.
+        # Entry n lists in ascending order which of the first n nodes have children among them.
         self.inner = [
             sorted({parent for parent in self.parents[:count] if parent >= 0})
             for count in range(len(survival) + 1)
@@ -122,20 +122,20 @@ def expected_tree(chances: tuple[float, ...], most: int) -> ExpectedTree:
 
 
 class Base(NamedTuple):
-    """A node where the unknown part of a tree begins."""
+    """A node of a tree below which unknown nodes are expected."""
 
     node: int
-    number: int  # number of the pass that computes the node; 0: it was launched before
-    chance: float  # probability that a child will be accepted that the tree does not have yet
-    first_rank: int  # rank at which the best such child is expected
+    number: int  # number of the pass that computes the node; 0: an earlier pass
+    chance: float  # probability that a child which the tree does not have yet is accepted
+    first_rank: int  # rank of the best such child
 
 
 def bases_of(tree: TreeGrowth, least: float, *, awaits_root: bool) -> list[Base]:
     """Return the nodes of a tree below which a pass may find one of the best nodes of the step.
 
     ``least``: number of expected tokens above which a node is worth its row. ``awaits_root``:
-    whether the first pass of the tree was launched and not read. Without the first pass there are
-    no bases, because KV of the request itself may be missing.
+    whether the first pass of the tree was launched, but its result was not read. Before the first
+    pass is launched there are no bases, because KV of the request itself may be missing.
     """
     if not awaits_root and ROOT not in tree.rankings:
         return []
@@ -148,7 +148,7 @@ def bases_of(tree: TreeGrowth, least: float, *, awaits_root: bool) -> list[Base]
     ]
     if awaits_root:
         chance = 1.0 - sum([each.survival for each in nodes if each.parent == ROOT])
-        # If the best child was probably looked up, the best unknown child is the second best.
+        # If the tree probably has the best child from a look-up, expect the second best.
         found.append(Base(ROOT, 0, max(0.0, chance), int(chance < 0.5)))
     return found
 
@@ -156,9 +156,10 @@ def bases_of(tree: TreeGrowth, least: float, *, awaits_root: bool) -> list[Base]
 class Expectation:
     """The nodes that passes are expected to find in one tree, below its ``bases``.
 
-    ``root``: the row of the tree's first pass, if its result has not been read. ``worths``:
-    expected tokens of the best nodes, minus the price of keys, those included that the tree has
-    already (``known``); at most ``max_draft``, in descending order.
+    The worth of a node is its expected number of tokens, minus the price of reading its keys.
+    ``known``: worths of nodes that the tree has. ``root``: the row of the tree's first pass, if its
+    result has not been read. ``worths``: worths of the best known and expected nodes, at most
+    ``max_draft``, in descending order.
     """
 
     def __init__(
@@ -177,7 +178,7 @@ class Expectation:
         self._is_chosen: NDArray[np.bool_] = self._worths < 0.0
 
     def choose(self, least: float) -> None:
-        """Choose the expected nodes of a worth of at least ``least`` tokens."""
+        """Choose the expected nodes whose worth is at least ``least`` tokens."""
         if len(self.worths) == self._tree.plan.max_draft:
             least = max(least, self.worths[-1])
         self._is_chosen = self._worths >= least
@@ -191,14 +192,14 @@ class Expectation:
     @property
     def last_likely(self) -> int:
         """Number of the last pass that computes a node of at least `LEAST_LIKELY` survival."""
-        last = 1  # Its known rows are chosen by what has been read.
+        last = 1  # pass 1 computes nodes that are known already
         for base in self._bases:
             count = int((base.chance * self._shape.survival >= LEAST_LIKELY).sum())
             last = max([last, *[base.number + level for level in self._shape.levels[:count]]])
         return last
 
     def rows(self) -> Numbered:
-        """Return the rows that find the chosen nodes, each after the rows of its path."""
+        """Return the rows that find the chosen nodes; a node's row follows the rows of its path."""
         found: list[tuple[int, TemplateRow]] = []
         known: dict[int, TemplateRow] = {}
         for base, count in zip(self._bases, self._is_chosen.sum(axis=1).tolist(), strict=True):
@@ -213,7 +214,7 @@ class Expectation:
     def _known_row(
         self, base: Base, known: dict[int, TemplateRow], found: list[tuple[int, TemplateRow]]
     ) -> TemplateRow:
-        """Add the rows of a known node and of its path, unless they were added before."""
+        """Return the row of a known node; add that row and the rows of its path if missing."""
         tree, row = self._tree, None
         for node in tree.path(base.node):
             each = tree.nodes[node]
@@ -229,10 +230,10 @@ class Expectation:
     def _add_below(
         self, base: Base, top: TemplateRow, count: int, found: list[tuple[int, TemplateRow]]
     ) -> None:
-        """Add the rows that find the ``count`` best nodes below a base, except for its own."""
+        """Add the rows that find the ``count`` best nodes below a base, whose row is ``top``."""
         tree, shape, made = self._tree, self._shape, {-1: top}
         assert top.node is not None
-        # The first child that a tree gets on its trunk belongs to the trunk.
+        # The trunk continues with the first child that a node of the trunk gets.
         has_children = bool(tree.at(top.node).children)
         for at in shape.inner[count]:
             parent, rank = shape.parents[at], shape.ranks[at]
@@ -250,16 +251,17 @@ class Expectation:
 
 
 def _mean_chances(tree: TreeGrowth) -> tuple[float, ...]:
-    """Return the expected probability of each rank; rounded, so that trees share their shape."""
+    """Return the expected probability of each rank, rounded so that trees have equal shapes."""
     if not tree.wants_best:
         return (1.0,)
     return tree.gap_model.rounded_chances[: NUM_BEST if tree.is_tree else 1]
 
 
-def place(planned: Sequence[Numbered]) -> list[list[TemplateRow]]:
-    """Return the rows of each pass, with KV slots; ``planned`` has the rows of each tree.
+def assign_rows(planned: Sequence[Numbered]) -> list[list[TemplateRow]]:
+    """Assign KV slots to rows, and return the rows of each pass.
 
-    Rows without a slot or a place in their pass are dropped, and so are the rows below them.
+    ``planned``: the rows of each tree. A row that gets no slot, or whose pass is full, is dropped
+    with all rows below it.
     """
     most = min(MOST_EXPANDED, max(1, MOST_DRAWN_ROWS // max(1, len(planned))))
     passes = list[list[TemplateRow]]()
@@ -277,7 +279,7 @@ def place(planned: Sequence[Numbered]) -> list[list[TemplateRow]]:
 
 
 def _take_slot(row: TemplateRow) -> bool:
-    """Assign a KV slot to a row; return whether there is one and its path has slots, too."""
+    """Assign a KV slot to a row; return False if none is left, or if its parent was dropped."""
     tree, parent, before = row.tree, row.parent, list[int]()
     if parent is not None:
         if parent.index < 0:
@@ -293,9 +295,9 @@ def _take_slot(row: TemplateRow) -> bool:
 
 
 def note_rows(rows: Sequence[TemplateRow]) -> None:
-    """Record in the trees how many of their rows a pass computes.
+    """Record in each tree the number of its rows in this pass.
 
-    `TreeGrowth.expand` records the first pass of a tree.
+    The first pass of a tree is not recorded here, but by `TreeGrowth.expand`.
     """
     for tree, count in Counter([row.tree for row in rows if row.node != ROOT]).items():
         tree.pass_rows.append(count)

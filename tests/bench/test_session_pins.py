@@ -1,4 +1,4 @@
-"""The simulation of sessions' pins: it plays all sessions, and its policies are in order."""
+"""The simulation of sessions' pins: it runs all sessions, and its policies are in order."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from foretoken.bench.lab.session_pins import (
     PAGE_SIZE,
     POLICIES,
     RECORDINGS,
-    Game,
     Shape,
+    Simulation,
 )
 from foretoken.bench.load.recording import read_recordings
 
@@ -26,31 +26,31 @@ def shapes() -> list[Shape]:
     return [Shape(each) for each in read_recordings(RECORDINGS).values()]
 
 
-def play(
+def simulated(
     shapes: list[Shape], policy: str, num_pages: int, mix: str = "slow", seed: int = 1
-) -> Game:
+) -> Simulation:
     limits = {"num_live": NUM_LIVE, "num_all": NUM_ALL, "seed": seed}
-    return Game(shapes, MIXES[mix], POLICIES[policy](), num_pages, **limits).play()
+    return Simulation(shapes, MIXES[mix], POLICIES[policy](), num_pages, **limits).run()
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_pool_that_holds_everything_saves_all_that_was_computed_before(shapes, policy) -> None:
-    game = play(shapes, policy, 40_000)
+    run = simulated(shapes, policy, 40_000)
     asked = sum(
         shapes[number % len(shapes)].num_shared + prompt
         for number in range(NUM_ALL)
         for prompt in shapes[number % len(shapes)].prompts
     )
-    assert game.num_asked == asked
-    best = play(shapes, "oracle", 40_000)
-    assert abs(game.num_saved - best.num_saved) < 0.01 * best.num_saved
+    assert run.num_asked == asked
+    best = simulated(shapes, "oracle", 40_000)
+    assert abs(run.num_saved - best.num_saved) < 0.01 * best.num_saved
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
 @pytest.mark.parametrize("share", [2, 4])
 def test_fitted_pins_save_nine_tenths_of_what_the_oracle_saves(shapes, share, seed) -> None:
-    num_pages = play(shapes, "last use", 40_000, seed=seed).most_needed // share // PAGE_SIZE
-    saved = {name: play(shapes, name, num_pages, seed=seed).num_saved for name in POLICIES}
+    num_pages = simulated(shapes, "last use", 40_000, seed=seed).most_needed // share // PAGE_SIZE
+    saved = {name: simulated(shapes, name, num_pages, seed=seed).num_saved for name in POLICIES}
     assert saved["oracle"] == max(saved.values())
     assert saved["fitted pins"] >= 0.9 * saved["oracle"]
     assert saved["fitted pins"] > saved["fixed pins"]

@@ -35,7 +35,7 @@ class ReplicaLink:
     since: float  # time of arrival on the front's clock
     role: str | None = None  # prefill, decode or both; None: it transfers no KV
     load: Load = NO_LOAD
-    unready: str | None = None  # why it cannot take requests, as it reports
+    unready: str | None = None  # why it takes no requests, by its own report
     requests: dict[str, LiveRequest] = field(default_factory=dict)
     adapters: set[Adapter] = field(default_factory=set)  # adapters that it has loaded
     num_served: int = 0  # requests that ended at this replica

@@ -192,7 +192,7 @@ class Replicas:
         self._dispatcher.abort(request_id)
 
     def expect_turn(self, session: str, label: str, namespace: str | None = None) -> None:
-        """Tell all replicas what a session waits for; only those that have its pages use it."""
+        """Send the label of a session's wait to all replicas; only those with its pages use it."""
         message = ExpectTurn(session=session, label=label, namespace=namespace)
         for link in list(self._roster.links.values()):
             self._roster.send(link, message)

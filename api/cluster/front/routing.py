@@ -22,7 +22,7 @@ from ..wire.messages import KEY_BYTES
 
 SENT_SECONDS = 2.0  # time for which a sent prompt's pages count as stored
 ANSWER_TOKENS = 64  # least tokens that a live request owes, since it takes part in steps
-MAX_OVER_MEAN = 1.25  # limit of a replica's owed tokens, relative to the mean, for its sessions
+MAX_OVER_MEAN = 1.25  # a replica that owes more, relative to the mean, gets no new request
 R = TypeVar("R", bound=Hashable)
 
 

@@ -39,7 +39,7 @@ class ToolUseContent(Struct, tag="tool_use", kw_only=True):
 
 
 class CompactionContent(Struct, tag="compaction", kw_only=True):
-    """A summary of the conversation before it, with the server's seal."""
+    """A summary of the conversation up to this block, and the content that the server sealed."""
 
     content: str | None = None
     encrypted_content: str | UnsetType = UNSET
@@ -74,7 +74,7 @@ class InputAddition(Struct, tag="input_json_delta", kw_only=True):
 
 
 class CompactionAddition(Struct, tag="compaction_delta", kw_only=True):
-    """A delta with a whole summary."""
+    """A delta with the complete summary, since a compaction block has a single delta."""
 
     content: str | None
     encrypted_content: str | UnsetType = UNSET
@@ -86,14 +86,14 @@ Addition = ThinkingAddition | SignatureAddition | TextAddition | InputAddition |
 
 
 class ClearedToolUses(Struct, tag="clear_tool_uses_20250919", kw_only=True):
-    """The tool calls that an edit cleared."""
+    """The number of tool calls that an edit cleared, and by how much the prompt shrank."""
 
     cleared_tool_uses: int
     cleared_input_tokens: int
 
 
 class ClearedThinking(Struct, tag="clear_thinking_20251015", kw_only=True):
-    """The turns whose reasoning an edit cleared."""
+    """The number of turns whose reasoning an edit cleared, and by how much the prompt shrank."""
 
     cleared_thinking_turns: int
     cleared_input_tokens: int
@@ -115,15 +115,16 @@ class ContextReport(Struct, kw_only=True):
 
 
 class CountReport(Struct, kw_only=True):
-    """``context_management`` of a token count: the tokens before the edits."""
+    """``context_management`` of a token count: the number of prompt tokens before the edits."""
 
     original_input_tokens: int
 
 
 class Iteration(Struct, kw_only=True):
-    """An entry of ``usage.iterations``: one request to the model. ``type``: what it was for.
+    """An entry of ``usage.iterations``: one request to the model.
 
-    Input tokens read from or written to the cache are not part of ``input_tokens``.
+    ``type``: whether it wrote the summary or the message. ``input_tokens`` does not include tokens
+    that were read from or written to the cache.
     """
 
     type: Literal["compaction", "message"]

@@ -203,13 +203,13 @@ class Message(Struct, kw_only=True):
 
 
 class PlacedMessage(Message, kw_only=True):
-    """A message whose index in the conversation differs from that in the body."""
+    """A message whose index in the conversation differs from its index in the body."""
 
-    place: str
+    body_path: str
 
     def path(self, index: int) -> str:  # noqa: ARG002
         """Return the path of the message in the body."""
-        return self.place
+        return self.body_path
 
 
 class ToolSpec(Struct, kw_only=True):

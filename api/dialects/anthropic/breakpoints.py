@@ -1,4 +1,4 @@
-"""cache_control: the places of breakpoints in a body, and the conversation up to each."""
+"""cache_control: the breakpoints in a body, and the conversation up to each of them."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def read_conversation(body: DecisionsRequest, params: SamplingParams) -> ChatInp
 
 
 def _with_texts(item: Item, path: str) -> Item:
-    """Return the item with its parts of JSON as parts of text."""
+    """Return the item with each JSON part replaced by a text part that contains the JSON."""
     content = item.content
     if not isinstance(content, list) or not any(map(_is_json, content)):
         return item

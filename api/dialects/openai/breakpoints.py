@@ -1,4 +1,4 @@
-"""prompt_cache_breakpoint: places of breakpoints in messages, and the conversation up to each."""
+"""prompt_cache_breakpoint: breakpoints in messages, and the conversation up to each of them."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ NEXT = Message(role="user", content=NEXT_CONTENT)
 
 
 class Pinned(NamedTuple):
-    """A chat request with its breakpoints as pins, and its prompt if it is rendered already.
+    """A chat request whose breakpoints were turned into pins.
 
-    ``breakpoints``: all pins; None for a body that does not name the prompt cache.
+    ``prompt``: the rendered prompt, if it was needed. ``breakpoints``: all pins; None for a body
+    without breakpoints and without ``prompt_cache_options``.
     """
 
     chat: ChatInput
@@ -46,7 +47,7 @@ async def with_breakpoints(
     options: PromptCacheOptions | None,
     chat: ChatInput,
 ) -> Pinned:
-    """Return the chat request of ``messages`` with its breakpoints as pins."""
+    """Return the chat request ``chat`` with the breakpoints of ``messages`` as pins."""
     marks = read_marks(messages, options, chat)
     if not marks and options is None:
         return Pinned(chat)
@@ -62,21 +63,21 @@ async def with_breakpoints(
 def read_marks(
     messages: Sequence[Message], options: PromptCacheOptions | None, chat: ChatInput
 ) -> list[Mark]:
-    """Return the breakpoints that count: the latest of them, by the mode of ``options``.
+    """Return the last breakpoints of a conversation, at most as many as ``options.mode`` allows.
 
-    ``chat``: the chat request of all messages.
+    ``chat``: the chat request with all ``messages``.
     """
     most = MAX_EXPLICIT if is_explicit(options) else MAX_IMPLICIT
     default = (options and options.ttl) or "30m"
-    found = [*_places(messages)][-most:]
+    found = [*_breakpoints(messages)][-most:]
     return [
         Mark(partial(_head, chat, messages, index, end), SECONDS[given.ttl or default])
         for index, end, given in found
     ]
 
 
-def _places(messages: Sequence[Message]) -> Iterator[tuple[int, int, PromptCacheBreakpoint]]:
-    """Yield the index of the message, the number of its parts up to the breakpoint, and that."""
+def _breakpoints(messages: Sequence[Message]) -> Iterator[tuple[int, int, PromptCacheBreakpoint]]:
+    """Yield (index of the message, number of parts up to the breakpoint, breakpoint)."""
     for index, message in enumerate(messages):
         if isinstance(message.content, list):
             for end, part in enumerate(message.content, start=1):
@@ -87,7 +88,7 @@ def _places(messages: Sequence[Message]) -> Iterator[tuple[int, int, PromptCache
 def _head(chat: ChatInput, messages: Sequence[Message], index: int, end: int) -> ChatInput:
     content = messages[index].content
     if not isinstance(content, list):
-        raise TypeError("a breakpoint stands in a message without parts")
+        raise TypeError("a message without content parts cannot have a breakpoint")
     last = messages[index]
     if end < len(content):
         last = structs.replace(last, content=content[:end], token_ids=None)

@@ -66,7 +66,7 @@ def usage_body(
 ) -> UsageBody:
     """Return ``usage``, with details of the cache, the prediction and speculation.
 
-    ``breakpoints``: the prompt's pins, for the lifetimes of what was written to the cache.
+    ``breakpoints``: the prompt's pins, to report cache writes by lifetime.
     """
     return UsageBody(
         prompt_tokens=usage.prompt_tokens,

@@ -39,9 +39,10 @@ class GenerativeScoringRequest(PooledRequest, kw_only=True):
 
 
 def score_of_first(numbers: array[float], *, among_labels: bool) -> float:
-    """Return the probability of the first label: among the labels, or among all tokens.
+    """Return the probability of the first label.
 
-    ``numbers``: the log-probabilities of the labels.
+    ``among_labels``: normalise over the labels, not over the vocabulary. ``numbers``: the
+    log-probabilities of the labels.
     """
     first = math.exp(numbers[0])
     if not among_labels:
@@ -51,7 +52,7 @@ def score_of_first(numbers: array[float], *, among_labels: bool) -> float:
 
 
 class GenerativeScoringRoute(Dialect[GenerativeScoringRequest]):
-    """Return how likely the first label is the next token after a query and each item."""
+    """Return the probability that the first label is the next token after a query and an item."""
 
     path = "/generative_scoring"
     body = GenerativeScoringRequest

@@ -89,7 +89,7 @@ class SearchCallItem(Struct, tag="tool_search_call", kw_only=True):
 
 
 class CompactionItem(Struct, tag="compaction", kw_only=True):
-    """A compaction item. It stands for all items before it; only this server can read it."""
+    """A compaction item. It replaces all items before it; only this server can read its content."""
 
     id: str
     encrypted_content: str = ""  # empty until the summary is complete
@@ -115,10 +115,10 @@ class OutputDetails(CompletionDetails, kw_only=True):
 
 
 class CompactionUsage(Struct, kw_only=True):
-    """``usage.compaction``: what a compaction removed from the prompt, and what it cost.
+    """``usage.compaction``: by how much a compaction shortened the prompt, and its cost.
 
-    ``original_input_tokens`` and ``compacted_input_tokens`` are the tokens of the prompt before and
-    after it. The other fields are the usage of the request for the summary.
+    ``original_input_tokens`` and ``compacted_input_tokens`` are the numbers of prompt tokens before
+    and after the compaction. The other fields are the usage of the request for the summary.
     """
 
     original_input_tokens: int

@@ -175,7 +175,7 @@ class CompactRoute(ResponsesDialect):
     answer = CompactedResponse
 
     async def open(self, body: ResponsesRequest) -> Reply:
-        """Return the user's messages and a compaction item that stands for all other items."""
+        """Return the user's messages, and a compaction item that replaces all other items."""
         read = await self.read_chat(body)
         chat, thread = read.chat, read.thread
         done = await self.compactor.compact(body, thread, chat, keeps_last=False)

@@ -37,7 +37,7 @@ class Kept:
     outputs: bytes
     answer_ids: bytes  # int32 token ids of all outputs
     item_ids: tuple[str, ...]
-    is_shown: bool = True  # whether clients can read it, and not only continue it
+    is_shown: bool = True  # False: clients can only continue it, not read it
 
     @property
     def num_bytes(self) -> int:
@@ -103,7 +103,7 @@ class ResponseStore:
 
         An input item whose id already occurs in the conversation gets a new id. ``answer_ids``:
         token ids of the output, if they can be rendered in place of its text. ``is_shown``: whether
-        `get` and `inputs` know it.
+        `get` and `inputs` find the response.
         """
         response_id, previous_id = response.id, response.previous_response_id
         inputs = _renamed(inputs, self._item_ids(owner, previous_id))

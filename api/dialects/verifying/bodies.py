@@ -14,9 +14,9 @@ FinishReason = Literal["stop", "length", "tool_calls", "abort"]
 
 
 class GivenAnswer(Struct, kw_only=True, forbid_unknown_fields=True):
-    """``answer``: either the token ids or the text of a choice, and how it ended.
+    """``answer``: either the token ids or the text of a choice, and its finish reason.
 
-    ``text`` of a conversation is the content of the message.
+    In a conversation, ``text`` is the content of the message.
     """
 
     token_ids: TokenIds | None = None
@@ -32,7 +32,7 @@ class ChatVerifyRequest(ChatRequest, kw_only=True):
 
 
 class CompletionVerifyRequest(CompletionRequest, kw_only=True):
-    """Body of /v1/completions/verify. ``index``: number of the choice, of all prompts together."""
+    """Body of /v1/completions/verify. ``index``: number of the choice, counted over all prompts."""
 
     answer: GivenAnswer
     index: int = 0

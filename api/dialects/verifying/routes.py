@@ -1,4 +1,4 @@
-"""Routes that verify recorded answers: is an answer the one that the model gives with this seed?"""
+"""Routes that check whether the model gives a recorded answer again with the request's seed."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def _apertus(call: CallState) -> Reading[None]:
 
 
 def _has_name_as_key(call: CallState) -> Reading[bool]:
-    """Whether the first key is a tool's name, and not a key of a call in another form."""
+    """Whether the first key is a tool's name, not a key such as ``name`` of another format."""
     source = call.source
     at = yield from source.after(_BEFORE_KEY, 0)
     if at == 0 or (yield from source.char(at)) != '"':

@@ -270,7 +270,7 @@ def _of(tool: Tool, schema: Mapping[str, Any], root: Mapping[str, Any], quote: s
     names = kinds(schema, root)
     told = set(schema) - {"type", "description", "title", "default", "$defs", "definitions"}
     if tool.strict and (told or not names <= {"string", *_RULES}):
-        raise not_strict(tool, "the model's format does not enforce all keywords of its schema")
+        raise not_strict(tool, "the model's format cannot enforce all keywords of the schema")
     others = {"string": "text", "array": "list", "object": "object", **_RULES}
     return " | ".join(others[name] for name in sorted(names) if name in others) or "any"
 

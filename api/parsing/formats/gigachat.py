@@ -1,6 +1,6 @@
 """GigaChat 3: one call, ``{"name": "f", "arguments": {...}}``, in a message of its own.
 
-3 writes ``<|message_sep|>``, an empty line and ``function call<|role_sep|>`` before it, 3.1
+Version 3 writes ``<|message_sep|>``, an empty line and ``function call<|role_sep|>`` before it, 3.1
 ``<|function_call|>``. Sources: the chat templates that llama.cpp publishes for these models.
 """
 
@@ -50,7 +50,7 @@ def _marked(mark: str) -> Marked:
 GIGACHAT3, GIGACHAT31 = _marked(_NEXT), _marked(FUNCTION_CALL)
 
 
-# The marks of 3.1 do not include <|message_sep|>, which ends its answers.
+# 3.1 ends its answers with <|message_sep|>, so this token is not one of its marks.
 GIGACHAT31_FAMILY = Family(
     (FUNCTION_CALL,), (ROLE_SEP, FUNCTION_CALL), GIGACHAT, lambda *_: GIGACHAT31
 )

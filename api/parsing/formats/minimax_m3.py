@@ -80,7 +80,7 @@ class _Invoke:
     # -- elements -----------------------------------------------------------------------------
 
     def _members(self, schema: Schema) -> Reading[None]:
-        """Read the elements of an object up to the tag that ends it, which is not taken."""
+        """Read the elements of an object, but not the tag that ends the object."""
         before = ""
         while (name := (yield from self._next())) is not None:
             yield CallArguments(f"{before}{json.dumps(name, ensure_ascii=False)}: ")
@@ -88,7 +88,7 @@ class _Invoke:
             before = ", "
 
     def _items(self, schema: Schema) -> Reading[None]:
-        """Read the elements of a list up to the tag that ends it, which is not taken."""
+        """Read the elements of a list, but not the tag that ends the list."""
         before = ""
         while (name := (yield from self._next())) is not None:
             yield CallArguments(before)
@@ -156,7 +156,7 @@ class _Invoke:
             yield CallArguments("}")
 
     def _nested(self) -> Reading[str | None]:
-        """Return the name of the element that opens next; None if a tag closes one."""
+        """Return the name of the element that opens next; None if the next tag opens no element."""
         source, at = self._source, len(NS) + 1
         if (yield from source.which((CALLS, INVOKE))):
             return None
@@ -166,7 +166,7 @@ class _Invoke:
 
 
 def _dropped(source: Source) -> Reading[bool]:
-    """Drop text up to the token, and return whether it comes."""
+    """Drop the text before the next token `NS`; return whether there is such a token."""
     for event in source.until(NS, CallArguments):
         if event is None:
             yield None
@@ -174,7 +174,7 @@ def _dropped(source: Source) -> Reading[bool]:
 
 
 def _escaped(source: Source) -> Reading[None]:
-    """Yield text up to the token as the inside of a JSON string."""
+    """Yield the text before the next token `NS`, escaped for a JSON string, without quotes."""
     for event in source.until(NS, CallArguments):
         if isinstance(event, CallArguments):
             event = CallArguments(json.dumps(event.text, ensure_ascii=False)[1:-1])
@@ -184,7 +184,7 @@ def _escaped(source: Source) -> Reading[None]:
 
 
 def _scalar(text: str, types: frozenset[str]) -> str:
-    """Return the JSON of a value without elements."""
+    """Return the JSON of a value that is a text, not elements."""
     if not text.strip() and "string" not in types and types & {"array", "object"}:
         return "[]" if "array" in types else "{}"
     return as_json(text.strip(), text, types)
@@ -221,7 +221,8 @@ def _block(lark: Lark, tools: Sequence[Tool], parallel: bool) -> str:
     token, leaf = lark.mark(NS), lark.up_to(NS, "leaf")
     lark.rule("pair", f'{token} "<" NAME ">" any "</" NAME ">"')
     lark.rule("one", f'{token} "<{_ITEM}>" any "</{_ITEM}>"')
-    lark.rule("any", f"{leaf} | pair+ {token} | one+ {token}")  # with the token of the next tag
+    # A value, followed by the token that begins the tag after it.
+    lark.rule("any", f"{leaf} | pair+ {token} | one+ {token}")
 
     def written(tool: Tool) -> str:
         begin = lark.mark(f'{INVOKE} name="{tool.name}">')
@@ -260,10 +261,10 @@ def _arguments(lark: Lark, tool: Tool, index: int) -> str:
 
 
 def _check(tool: Tool, schema: Schema, types: frozenset[str]) -> None:
-    told = schema.keys() - {"type", "description", "title", "default", "$defs", "definitions"}
-    is_listed = bool(listed_values(schema)) and told <= {"enum", "const"}
-    if tool.strict and not is_listed and (told or not types <= {"string", *_RULES}):
-        raise not_strict(tool, "the model's format does not enforce all keywords of its schema")
+    keywords = schema.keys() - {"type", "description", "title", "default", "$defs", "definitions"}
+    is_listed = bool(listed_values(schema)) and keywords <= {"enum", "const"}
+    if tool.strict and not is_listed and (keywords or not types <= {"string", *_RULES}):
+        raise not_strict(tool, "the model's format cannot enforce all keywords of the schema")
 
 
 MINIMAX_M3_GRAMMAR = Marked(CALLS, _block, repeats=False)

@@ -1,4 +1,4 @@
-"""Muse: messages to recipients; a call is a message to the tool, in tags.
+"""Muse: each message names its recipient; a message to a tool contains a call in tags.
 
 ``<|start|>assistant to=self<|message|>Hm.<|eom|>`` is a thought, ``to=user`` content, and ``to=f``
 encloses ``<atem:function_calls>`` with ``<atem:invoke name="f">``. The prompt ends with
@@ -41,9 +41,9 @@ _ENDS = (END, END_OF_TURN, START)
 
 
 def read_muse(source: Source, beginnings: Sequence[Beginning], offers: Offers) -> Reading[None]:
-    """Read the messages of an answer; text without a header is content.
+    """Read the messages of an answer. Text without a header is content.
 
-    Tags of calls in a message to the user are content.
+    In a message to the user, tags of calls are content, too.
     """
     quoted = [each for each in beginnings if not each.mark.startswith("<atem:")]
     while (yield from source.peek()):
@@ -58,7 +58,7 @@ def read_muse(source: Source, beginnings: Sequence[Beginning], offers: Offers) -
 
 
 def _recipient(source: Source) -> Reading[str]:
-    """Take the header of a message, and return whom it is to; "" without a header."""
+    """Take the header of a message and return the recipient; "" if there is no header."""
     at = yield from source.after_white()
     if is_start := (yield from source.ahead(START, at)):
         at += len(START)
@@ -73,9 +73,9 @@ def _recipient(source: Source) -> Reading[str]:
 
 
 def _text(source: Source, wrap: Callable[[str], Event]) -> Reading[None]:
-    """Yield the text of a message, and leave the token that ends it.
+    """Yield the text of a message, without the token that ends it.
 
-    A token that neither the end of the text nor the next message follows is text.
+    Such a token ends a message only at the end of the answer or before the next message.
     """
     while mark := (yield from source.until_any(_ENDS, wrap)):
         at = yield from source.after_white(len(mark))
@@ -89,7 +89,7 @@ def _text(source: Source, wrap: Callable[[str], Event]) -> Reading[None]:
 
 
 def _content(source: Source, beginnings: Sequence[Beginning], offers: Offers) -> Reading[None]:
-    """Read the text of a message, and calls in it."""
+    """Read the text of a message and the calls in it."""
     inner = ReaderParser(partial(read_content, beginnings=beginnings, offers=offers))
     for event in _text(source, Content):
         if event is None:

@@ -99,9 +99,10 @@ class Tags:
         return _bare(found[found.lastindex or 0]) if found else None
 
     def declared(self, written: str, types: frozenset[str]) -> frozenset[str]:
-        """Return the types of a value: its schema's, unless they leave open if it is a string.
+        """Return the types of a value; ``types`` are its schema's.
 
-        ``written``: the opening tag, which may declare the type.
+        If these allow a string and other types, the type that the opening tag ``written`` declares,
+        if any, decides whether the value is a string.
         """
         if types and (types == {"string"} or "string" not in types):
             return types

@@ -158,7 +158,7 @@ def kinds(schema: object, root: Schema) -> frozenset[str]:
 def child(schema: object, root: Schema, name: str | None) -> Schema:
     """Return the schema of a member of an object, or of the items of a list (``name`` is None).
 
-    Returns {} if the schema does not tell. ``root``: the schema that references point into.
+    Returns {} if the schema does not describe it. ``root``: the schema that references point into.
     """
     for each in _variants(schema, root):
         found = each.get("items") if name is None else _properties(each).get(name)

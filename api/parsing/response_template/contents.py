@@ -1,4 +1,4 @@
-"""Parsers of the text in a field of calls, and the transform that makes calls of what they find."""
+"""Parsers of the text of tool calls, and the transform of parsed values into calls."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from .nested import calls_alone
 MAX_DEPTH = 32  # maximum depth of a transform, and of parsers inside of parsers
 _PLACEHOLDER = regex.compile(r"\{(\w+(?:\.\w+)*)\}")
 _BARE_KEY = regex.compile(r'"(?:\\.|[^"\\])*"|(?<=[{,])(\s*)(\w+)(\s*):')
-_HELD = "\x01"  # encloses the number of a string while the text around it is changed
+_HELD = "\x01"  # encloses a string's number, which replaces the string for a while
 SECONDS = 1.0  # time limit for the patterns of one field
 
 
 @dataclass(frozen=True, slots=True)
 class Raw:
-    """An argument's text, and the value that the template's parser makes of it."""
+    """An argument's text, and the value that the template's parser returns for it."""
 
     text: str
     value: Any
@@ -129,7 +129,10 @@ def _quoted_key(found: regex.Match[str]) -> str:
 
 
 def _xml_inline(text: str, args: Mapping[str, Any]) -> dict[str, Any]:
-    """Parse tags, one for each member; the members of a repeated key are a list if wanted."""
+    """Parse tags, one for each member.
+
+    With ``merge_duplicates``, the values of a repeated key become a list.
+    """
     members: dict[str, Any] = {}
     lists: set[str] = set()
     tags = regex.compile(args["tag_pattern"], regex.DOTALL)
@@ -144,7 +147,7 @@ def _xml_inline(text: str, args: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _kv_lines(text: str, args: Mapping[str, Any]) -> dict[str, Any]:
-    """Parse a member for each line."""
+    """Parse lines, one for each member."""
     separator = args.get("kv_sep", ":")
     members = {}
     for line in text.split(args.get("line_sep", "\n")):
@@ -192,8 +195,8 @@ CONTENTS: dict[str, Callable[[str, Mapping[str, Any]], Any]] = {
 def calls_of(value: object, offers: Offers) -> Iterable[tuple[str, str]]:
     """Yield the names and the arguments (JSON) of the calls in a transformed value.
 
-    Arguments get the types that their tool's schema has. Raises ValueError if a value is no call,
-    and `Malformed` for a name that cannot be a tool's name.
+    Arguments are converted to the types of the tool's schema. Raises ValueError if a value is no
+    call, and `Malformed` for a name that cannot be a tool's name.
     """
     if isinstance(value, list):
         for each in value:
@@ -222,7 +225,7 @@ def _arguments(name: str, given: object, offers: Offers) -> str:
 
 
 def _typed(value: object, types: frozenset[str]) -> Any:  # noqa: ANN401 - JSON
-    """Return an argument with one of the types of its schema, if its text can have one."""
+    """Return an argument, converted to a type of its schema if its text allows that."""
     if isinstance(value, list) and "array" not in types:
         return [_typed(each, types) for each in value]
     text = value.text if isinstance(value, Raw) else value
@@ -238,7 +241,7 @@ def _typed(value: object, types: frozenset[str]) -> Any:  # noqa: ANN401 - JSON
 
 
 def _plain(value: object) -> Any:  # noqa: ANN401 - JSON
-    """Return a value without `Raw` in it."""
+    """Return a value with each `Raw` in it replaced by its parsed value."""
     if isinstance(value, Raw):
         return _plain(value.value)
     if isinstance(value, dict):
@@ -247,10 +250,10 @@ def _plain(value: object) -> Any:  # noqa: ANN401 - JSON
 
 
 def transformed(transform: object, value: object, names: Mapping[str, object]) -> Any:  # noqa: ANN401
-    """Return a transform with its placeholders replaced; ``value`` if it is None.
+    """Return a transform with its placeholders replaced, or ``value`` without a transform.
 
-    ``names``: the values of the placeholders beside ``content``. Raises ValueError for a
-    placeholder without a value.
+    The placeholder ``content`` has the value ``value``, all others are in ``names``. Raises
+    ValueError for a placeholder without a value.
     """
     if transform is None:
         return value

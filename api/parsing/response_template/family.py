@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 class TemplateFormat:
     """The format of calls of a response template, and the delimiters around a thought.
 
-    ``thinking`` is None if the template has no thought, or only patterns around it.
+    ``thinking`` is None if the template has no thought, or if its delimiters are patterns.
     """
 
     family: Family
@@ -46,7 +46,7 @@ def template_format(
     """Return the format of a checkpoint's response template; None, with a log line, if unusable.
 
     ``special``: the special tokens of the vocabulary. ``other``: the format that the chat template
-    has, whose grammar forces calls if the response template does not tell their form.
+    has; its grammar forces calls if the response template does not say how calls are written.
     """
     try:
         template = load(spec)
@@ -81,7 +81,7 @@ def _field(template: ResponseTemplate, kind: Kind) -> Field | None:
 
 
 def _marks(template: ResponseTemplate, special: Collection[str]) -> tuple[str, ...]:
-    """Return the special tokens in delimiters, and the delimiters that are texts."""
+    """Return the special tokens in delimiters, and the literal delimiters."""
     texts = [
         _unescaped(delimiter.pattern.pattern)
         for field in template.fields
@@ -123,7 +123,7 @@ def _thinking(template: ResponseTemplate) -> Thinking | None:
 def _grammar(
     template: str, vocab: Mapping[str, int], *, field: Field | None, other: Family | None
 ) -> CallGrammar:
-    """Return the grammar of calls: of the field's form, or of the format of the chat template."""
+    """Return the grammar of the calls that ``field`` describes, otherwise ``other``'s grammar."""
     own = None if field is None else _of_field(field)
     if own is not None:
         return own
@@ -149,14 +149,14 @@ def _of_field(field: Field) -> CallGrammar | None:
 
 
 class _NoGrammar:
-    """The grammar of calls whose form is not known. Raises `InvalidRequest`."""
+    """Grammar of calls in an unknown format: it raises `InvalidRequest`."""
 
     def calls(self, lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:
-        """Refuse to force calls."""
+        """Raise `InvalidRequest`."""
         del lark, tools, parallel
         raise InvalidRequest(
             "tools: calls cannot be forced or strict, because the model's response_template does "
-            "not tell how they are written; name a format with --tool-parser",
+            "not say how they are written; name a format with --tool-parser",
             param="tools",
         )
 

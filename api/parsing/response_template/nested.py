@@ -11,7 +11,7 @@ from ..reading.offers import Offers
 
 
 def calls_alone(read: CallReader, offers: Offers) -> Callable[[Source], Reading[None]]:
-    """Return a reader of calls that drops the text after them, and all text if it is no call."""
+    """Return a reader of calls that drops text after the calls, and text without any call."""
 
     def reader(source: Source) -> Reading[None]:
         source.keep()

@@ -1,8 +1,8 @@
 """Reads an answer by a response template: text, reasoning and calls, as they arrive.
 
-Delimiters are searched after each character, so that the result does not depend on how the answer
-is divided into pieces. Only the end of the field is searched inside a field, and only beginnings
-of fields elsewhere.
+The reader searches for delimiters after each character, so that the result does not depend on how
+the answer is divided into pieces. Inside a field it searches for the field's end only, elsewhere
+for beginnings of fields only.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .contents import SECONDS
 from .sinks import Sink, TextSink, call_sink
 from .spec import Delimiter, Field, Kind, ResponseTemplate
 
-MAX_HELD_CHARS = 1024  # a longer beginning of a delimiter is text
+MAX_HELD_CHARS = 1024  # a longer text is not held as the beginning of a delimiter
 NUM_BEFORE = 64  # number of characters before a delimiter that its pattern may look at
 NUM_SEARCHED = 64  # number of characters that are searched at once where no delimiter begins
 
@@ -45,7 +45,7 @@ class _Found(NamedTuple):
 
 
 class TemplateReader:
-    """Reads one answer. ``prefix``: the text of the prompt that the answer continues."""
+    """Reads one answer. ``prefix``: the end of the prompt that belongs to the answer's text."""
 
     def __init__(
         self,
@@ -140,7 +140,7 @@ class TemplateReader:
     # -- regions ------------------------------------------------------------------------------
 
     def _leave_call(self) -> None:
-        """Forget a call that the prompt begins: the text after it is content."""
+        """Leave a field of calls that the prompt has begun: the answer begins with content."""
         if self._field is not None and self._field.kind is Kind.CALLS:
             self._field = self._implicit
 
@@ -169,7 +169,7 @@ class TemplateReader:
         return [*self._opens, *close] if field is self._implicit else close
 
     def _step(self) -> Iterator[Event]:
-        """Pass the delimiters in the pending text, and the text before them."""
+        """Process the delimiters in the pending text, and the text before them."""
         while self._pending:
             found, start = self._scan()
             if found is None:
@@ -178,7 +178,7 @@ class TemplateReader:
             begin, end = (at - len(self._before) for at in found.match.span())
             self._take(begin)
             if begin == end and not self._body:
-                self._take(1)  # an empty delimiter that would be found again
+                self._take(1)  # otherwise the same empty delimiter would be found again
                 continue
             yield from self._flushed()
             is_text = found.watch.opens is None and self._is_text(end - begin)
@@ -242,9 +242,10 @@ class TemplateReader:
         return best, held
 
     def _search(self, delimiter: Delimiter, text: str) -> regex.Match[str] | None:
-        """Return the first match in ``text``, which follows the text that was read.
+        """Return the first match in ``text``, the text after all text that was taken or dropped.
 
-        A pattern that takes too long ends the search: all further text belongs to the region.
+        After a pattern has exceeded its time limit, nothing is found any more: all further text
+        belongs to the present region.
         """
         if self._has_failed:
             return None
@@ -270,7 +271,7 @@ class TemplateReader:
 
 
 def _rank(found: regex.Match[str]) -> tuple[int, int]:
-    """Return the order of matches: the first one, and the longest of several at one place."""
+    """Return the sort key of a match: earlier matches first, longer ones first at one position."""
     return found.start(), found.start() - found.end()
 
 

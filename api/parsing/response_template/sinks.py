@@ -1,4 +1,4 @@
-"""Sinks: what becomes of the text of each field of a response template."""
+"""Sinks: each turns the text of one field of a response template into events."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ Events = Iterator[Event]
 
 
 class Sink(Protocol):
-    """Takes the text of one field, region by region."""
+    """Takes the text of one field, region by region; a region is one occurrence of the field."""
 
     def open(self, written: str, captures: Captures) -> Iterable[Event]:
-        """Begin a region. ``written``: its delimiter; ``captures``: the groups in it."""
+        """Begin a region. ``written``: its first delimiter; ``captures``: groups of its pattern."""
 
     def feed(self, text: str) -> Iterable[Event]:
         """Take more text of the region."""
 
     def close(self, written: str, captures: Captures, *, is_cut: bool = False) -> Iterable[Event]:
-        """End the region. ``written``: its delimiter; "" at the end of the text."""
+        """End the region. ``written``: its last delimiter; "" at the end of the answer."""
 
     def settle(self) -> None:
-        """Forget text that is held: it belongs to the prompt."""
+        """Forget the white space that is held back, because it belongs to the prompt."""
 
     @property
     def is_in_string(self) -> bool:
@@ -54,7 +54,7 @@ class Sink(Protocol):
 
 
 class TextSink:
-    """Content or reasoning. White space around the text of a region is dropped unless kept.
+    """Sink of content or reasoning, which strips a region's text unless ``strip`` is false.
 
     ``make``: returns the parser of the region's text.
     """
@@ -75,7 +75,7 @@ class TextSink:
         yield from ()
 
     def feed(self, text: str) -> Events:
-        """Yield the text, but for white space at its end."""
+        """Yield the text, but hold back white space at its end."""
         if self._inner is None:
             text = text.lstrip() if self._strips else text
             if not text:
@@ -97,7 +97,7 @@ class TextSink:
             self._inner = None
 
     def settle(self) -> None:
-        """Forget the white space at the end of the text."""
+        """Forget the white space that is held back."""
         self._space = ""
 
     def _wrapped(self, events: Iterable[Event]) -> Events:
@@ -107,13 +107,13 @@ class TextSink:
 
 
 class CallSink:
-    """Calls. Text that is no call becomes content, with its delimiters."""
+    """Sink of calls. Text that is not a call becomes content, with its delimiters."""
 
     def __init__(self, field: Field, offers: Offers) -> None:
         self._field, self._offers = field, offers
         self._raw: list[str] = []
         self._captures: dict[str, str] = {}
-        self._string = _StringState(is_read=field.content == "json" and not field.args)
+        self._string = _StringState(is_json=field.content == "json" and not field.args)
 
     @property
     def is_in_string(self) -> bool:
@@ -144,9 +144,10 @@ class CallSink:
 
 
 class StreamedCalls(CallSink):
-    """Calls whose text has a reader, so that they are yielded as they arrive.
+    """Sink of calls that a reader of their format yields as they arrive.
 
-    ``name_group``: the group of the field's delimiter that has the name; "" if the text has it.
+    ``name_group``: the group of the field's first delimiter that has the name; "" if the text has
+    it.
     """
 
     def __init__(
@@ -187,10 +188,10 @@ def _named(call: CallState, name: str) -> Reading[None]:
 
 
 class WholeCalls(CallSink):
-    """Calls whose text is parsed when it is complete.
+    """Sink of calls whose text is parsed when it is complete.
 
-    ``name_group``: the group of the field's first delimiter that has the name, if there is one.
-    Such a call begins at once.
+    ``name_group``: the group of the field's first delimiter that has the name, so that the call
+    begins at once; "" if no group has it.
     """
 
     def __init__(self, field: Field, offers: Offers, name_group: str = "") -> None:
@@ -241,19 +242,19 @@ class WholeCalls(CallSink):
 
 
 class _StringState:
-    """Whether a text ends inside a JSON string; never if it is not JSON (``is_read``)."""
+    """Whether a text ends inside a JSON string; always False if not ``is_json``."""
 
-    def __init__(self, *, is_read: bool) -> None:
-        self._is_read = is_read
+    def __init__(self, *, is_json: bool) -> None:
+        self._is_json = is_json
         self.reset()
 
     def reset(self) -> None:
-        """Begin a text."""
+        """Begin a new text."""
         self.is_inside = self._is_escaped = False
 
     def add(self, text: str) -> None:
         """Add text."""
-        for char in text if self._is_read else "":
+        for char in text if self._is_json else "":
             if self._is_escaped:
                 self._is_escaped = False
             elif char == "\\":
@@ -263,7 +264,7 @@ class _StringState:
 
 
 def call_sink(field: Field, offers: Offers) -> CallSink:
-    """Return the sink of a field of calls: streamed if our readers know the form of its calls."""
+    """Return the sink of a field of calls; calls are streamed if a reader knows their format."""
     group = name_group(field)
     if field.content == "json" and not field.args and json_keys(field) is not None:
         return StreamedCalls(field, offers, json_block)
@@ -277,7 +278,7 @@ def call_sink(field: Field, offers: Offers) -> CallSink:
 def json_keys(field: Field) -> tuple[str, str] | None:
     """Return the keys of the name and the arguments in the text of a call.
 
-    Returns None if the text has another form, or keys that our readers do not know.
+    Returns None if the text is no object with these keys, or if no reader knows the keys.
     """
     transform = field.transform
     if isinstance(transform, dict) and "function" in transform:
@@ -306,6 +307,6 @@ def name_group(field: Field) -> str:
     if not isinstance(transform, dict) or field.open is None or field.transform_each:
         return ""
     group = placeholder(transform.get("name"))
-    is_whole = placeholder(transform.get("arguments")) == "content"
+    is_arguments = placeholder(transform.get("arguments")) == "content"
     is_known = group is not None and group in field.open.pattern.groupindex
-    return group or "" if is_whole and is_known else ""
+    return group or "" if is_arguments and is_known else ""

@@ -95,7 +95,7 @@ class ResponseTemplate:
         return next((field for field in self.fields if field.open is None), None)
 
     def prefix(self, prompt_tail: str) -> str:
-        """Return the end of a prompt that belongs to the answer; "" without an anchor in it."""
+        """Return the end of a prompt that belongs to the answer; "" if the prompt has no anchor."""
         ends = [found.end() for found in self.anchor.pattern.finditer(prompt_tail)]
         return prompt_tail[ends[-1] :] if ends else ""
 

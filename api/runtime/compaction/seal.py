@@ -1,4 +1,4 @@
-"""Seal: data that clients keep for the server, which only the server can read and write.
+"""Seal: encrypted data that clients keep for the server; only the server can read or write it.
 
 The cipher is a stream of SHAKE-256 over the key and a random nonce; HMAC-SHA256 over the owner, the
 nonce and the ciphertext is checked before anything is decrypted.
@@ -34,7 +34,7 @@ class Seal:
         self._tag_key = hmac.digest(key, b"foretoken seal: tag", "sha256")
 
     def close(self, owner: bytes, data: bytes) -> str:
-        """Return the sealed data as URL-safe base64. Only ``owner`` can have it opened. O(data)."""
+        """Return sealed data as URL-safe base64, which only ``owner`` can open. O(data)."""
         nonce = os.urandom(NONCE_BYTES)
         hidden = self._masked(nonce, data)
         sealed = VERSION + nonce + self._tag(owner, nonce, hidden) + hidden

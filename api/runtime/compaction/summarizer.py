@@ -1,4 +1,4 @@
-"""Summarizer: asks the model for a summary of a conversation, behind the conversation's own prefix.
+"""Summarizer: asks the model for a summary of a conversation.
 
 The request is the conversation itself, with its tools, followed by one user message that asks for
 the summary. Its prompt therefore begins like the prompt of the last turn and reads that part from
@@ -35,7 +35,7 @@ SHARE = 4  # a summary has at most this fraction of the context, 1 / SHARE
 DEFAULT_THRESHOLD = 150_000  # tokens
 CARRIED = ("cache_salt", "lora", "deadline", "priority", "seed", "temperature", "top_p", "top_k",
            "min_p", "repetition_penalty", "speculation")  # fmt: skip
-FRAME = ("add_generation_prompt", "continue_final_message")  # template options of the last message
+FRAME = ("add_generation_prompt", "continue_final_message")  # template options for a prompt's end
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Summary:
 
 
 def summary_text(summary: str) -> str:
-    """Return the user message that stands for the summarized part of a conversation."""
+    """Return the user message that replaces the summarized part of a conversation."""
     return f"{HEAD}\n\n{summary}"
 
 
@@ -106,7 +106,7 @@ class Summarizer:
             usages.append(summary.usage)
             if end == len(left.messages):
                 return Summary(summary.text, batch_usage(usages))
-            left = _behind(left, end, summary.text)
+            left = _with_summary(left, end, summary.text)
 
     async def _ask(self, question: ChatInput) -> Summary:
         params = {name: getattr(question.params, name) for name in CARRIED}
@@ -151,8 +151,9 @@ class Summarizer:
 
 
 def _num_fixed(messages: Sequence[Mapping[str, Any]]) -> int:
-    """Return the number of leading system messages, which a summary does not replace, plus one if
-    the next message is a summary.
+    """Return the number of leading messages that need no summary.
+
+    These are the system messages and, if the next message is a summary, that message.
     """
     count = 0
     while count < len(messages) and messages[count].get("role") == "system":
@@ -181,7 +182,7 @@ def _question(chat: ChatInput, end: int, asked: str) -> ChatInput:
     )
 
 
-def _behind(chat: ChatInput, end: int, summary: str) -> ChatInput:
+def _with_summary(chat: ChatInput, end: int, summary: str) -> ChatInput:
     """Return the conversation with its first ``end`` messages replaced by their summary."""
     fixed = 0
     while chat.messages[fixed].get("role") == "system":

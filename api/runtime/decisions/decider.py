@@ -1,4 +1,4 @@
-"""Decider: asks questions about one input and reads the probabilities of their labels."""
+"""Decider: answers questions about one input by the probabilities of the questions' labels."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from ..pooled.pooled_prompts import Pooled, PooledPrompts
 from .labels import Ids, LabelTree, Read
 from .questions import Question
 
-MAX_READS = 2**14  # rows of one call
+MAX_READS = 2**14  # reads of one call
 TEMPLATE_OPTIONS = {"add_generation_prompt": True, "enable_thinking": False}
 
 
 class Row(NamedTuple):
-    """A read of one question, by the question's index."""
+    """One read of log-probabilities, for the question with the index ``question``."""
 
     question: int
     read: Read
@@ -45,7 +45,7 @@ class Decider:
     async def open(
         self, chat: ChatInput, questions: Sequence[Question], params: SamplingParams
     ) -> Deciding:
-        """Return the prompts of the questions about a conversation, which `Deciding` reads.
+        """Return the call that asks the questions about a conversation.
 
         A prompt is written just before it runs. Raises `InvalidRequest`, which names the question,
         if the tokens of its labels do not differ, for labels that need too many reads, and for
@@ -58,7 +58,7 @@ class Decider:
         if len(rows) > MAX_READS:
             message = f"the labels of all questions need {len(rows)} reads, more than {MAX_READS}"
             raise InvalidRequest(message, param="questions")
-        rows.sort(key=lambda row: len(row.read.prefix))  # first the rows whose pages others share
+        rows.sort(key=lambda row: len(row.read.prefix))  # prompts that others extend come first
         prompts = _Prompts(self._chat, self._llm, chat, questions, params, rows)
         return Deciding(prompts, questions, trees, rows)
 
@@ -86,9 +86,9 @@ class Decider:
 
 
 class Deciding:
-    """A call whose answers `decide` computes once ``prompts`` are read.
+    """A call with questions. Read ``prompts``, then call `decide` with their results.
 
-    Its owner must close ``prompts`` in a ``finally``.
+    The caller must close ``prompts`` in a ``finally``.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Deciding:
 
     @property
     def num_reads(self) -> int:
-        """Number of rows that are read."""
+        """Number of reads; each takes the log-probabilities of one row."""
         return len(self._rows)
 
     def prompt_ids(self, question: int) -> list[int]:
@@ -111,7 +111,7 @@ class Deciding:
         return self._writer.token_ids[question]
 
     def decide(self, pooled: Sequence[Pooled]) -> Decisions:
-        """Return the answers. ``pooled``: the results of ``prompts``."""
+        """Return the answers. ``pooled``: the results of reading ``prompts``."""
         found: list[list[Sequence[float]]] = [[] for _ in self._questions]
         usages: dict[int, Usage] = {}  # usage of each question's first read
         for row, each in zip(self._rows, pooled, strict=True):
@@ -126,7 +126,7 @@ class Deciding:
 
 
 def shared_usage(prompts: Sequence[list[int]], usages: Sequence[Usage]) -> Usage:
-    """Return the usage of prompts with a common beginning, whose tokens are counted once."""
+    """Return the usage of prompts with a common prefix; count the prefix once."""
     first, last = min(prompts), max(prompts)
     pairs = enumerate(zip(first, last, strict=False))
     num_shared = next((at for at, (a, b) in pairs if a != b), min(len(first), len(last)))
@@ -145,7 +145,7 @@ def shared_usage(prompts: Sequence[list[int]], usages: Sequence[Usage]) -> Usage
 
 
 class _Prompts:
-    """Writer of the prompts of a call's rows. Its errors name the question, or the input."""
+    """Renders the prompts of a call. Its errors name the question or ``input``."""
 
     def __init__(
         self,
@@ -161,7 +161,7 @@ class _Prompts:
         self.token_ids: dict[int, list[int]] = {}  # token ids of each question's prompt
 
     def pooled(self) -> PooledPrompts:
-        """Return the prompts, to be read."""
+        """Return the prompts, which are rendered and computed when they are read."""
         cache = self._conversation.cache
         return PooledPrompts(
             self._llm, len(self._rows), self._prompt, self._params, self._pooling, cache=cache
@@ -171,7 +171,7 @@ class _Prompts:
         return Pooling(self._rows[index].read.token_ids, is_normalized=True)
 
     async def _prompt(self, index: int) -> Sequence[int]:
-        """Return the checked token ids of one row. Raises `InvalidRequest`."""
+        """Return the checked token ids of the prompt of read ``index``. Raises `InvalidRequest`."""
         asked, read = self._rows[index]
         try:
             if asked not in self.token_ids:
@@ -210,7 +210,7 @@ class _Prompts:
         return [*prompt.token_ids, *self._closing_ids(prompt.token_ids)]
 
     def _closing_ids(self, prompt_ids: Sequence[int]) -> list[int]:
-        """Return the tokens that close a thought which the chat template has opened."""
+        """Return the tokens that end the reasoning if the chat template has begun it."""
         thinking, tokenizer = self._chat.syntax.thinking, self._llm.tokenizer
         if thinking is None:
             return []

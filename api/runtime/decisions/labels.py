@@ -10,7 +10,7 @@ Ids = tuple[int, ...]
 
 
 class Read(NamedTuple):
-    """Log-probabilities to read: of ``token_ids`` after the prompt and ``prefix``."""
+    """The log-probabilities to read: for ``token_ids``, after the prompt and the ids ``prefix``."""
 
     prefix: Ids
     token_ids: Ids
@@ -33,12 +33,13 @@ class LabelTree:
             for length, token_id in enumerate(label):
                 branches.setdefault(label[:length], {})[token_id] = None
         self.reads = [Read(prefix, tuple(branches[prefix])) for prefix in sorted(branches, key=len)]
-        """What is needed, shortest prefixes first: a read for each inner node of the tree."""
+        """One read for each inner node of the tree, shortest prefixes first."""
 
     def probabilities(self, found: Sequence[Sequence[float]]) -> list[float]:
         """Return the probabilities of the labels, with the sum 1.
 
-        ``found``: the log-probabilities of each of `reads`. O(tokens of all labels).
+        ``found``: the log-probabilities that were read for each entry of `reads`. O(tokens of all
+        labels).
         """
         logprobs = {
             (*read.prefix, token_id): logprob
@@ -49,7 +50,8 @@ class LabelTree:
             label: math.fsum(logprobs[label[: end + 1]] for end in range(len(label)))
             for label in self._labels
         }
-        longer: dict[Ids, float] = {}  # share of a label that goes on as one of the longer labels
+        # Share of a label's probability that belongs to longer labels with this prefix.
+        longer: dict[Ids, float] = {}
         for label, logprob in wholes.items():
             ends = range(len(label) - 1, 0, -1)
             inside = next((label[:end] for end in ends if label[:end] in wholes), None)

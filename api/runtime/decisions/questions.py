@@ -17,7 +17,7 @@ from ...types.results import Decision
 
 MAX_QUESTIONS = 400
 MAX_CHOICES = 255
-MAX_LEVELS = 10  # a level is a digit
+MAX_LEVELS = 10  # so that each level's index is one digit
 Text = Annotated[str, Meta(min_length=1)]
 
 
@@ -62,7 +62,7 @@ class Asked(Struct, kw_only=True):
         raise NotImplementedError
 
     def decide(self, probabilities: Sequence[float]) -> Decision:
-        """Return the answer. ``probabilities``: of the labels, with the sum 1."""
+        """Return the answer. ``probabilities``: the labels' probabilities, with the sum 1."""
         raise NotImplementedError
 
 
@@ -204,7 +204,10 @@ def json_text(value: object) -> str:
 
 
 def _check_labels(labels: Sequence[str], path: str) -> None:
-    """Raise `InvalidRequest` for a blank or repeated label. ``path``: with {} for its index."""
+    """Raise `InvalidRequest` for a blank or repeated label.
+
+    ``path``: path of a label in the body, with {} for its index.
+    """
     known: dict[str, int] = {}
     for index, label in enumerate(labels):
         param = path.format(index)

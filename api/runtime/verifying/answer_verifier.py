@@ -1,10 +1,10 @@
-"""AnswerVerifier: computes a recorded answer again, with the recorded answer as its draft.
+"""AnswerVerifier: computes a recorded answer again, with the recorded answer as the draft.
 
-The verifier of speculative decoding accepts exactly the tokens that the model chooses with this
-seed and these parameters, so the check needs no rule of its own: it ends at the first token that is
-not the recorded one. A step compares up to 65 tokens; up to 25 if a drafter with weights is loaded,
-because the controller then decides about drafts. The prefix cache is read, and no page of the
-answer enters it.
+The verifier of speculative decoding accepts exactly the tokens that the model chooses with the
+request's seed and parameters, so the check needs no rule of its own: it ends at the first token
+that is not the recorded one. A step compares up to 65 tokens; up to 25 if a drafter with weights is
+loaded, because the controller then decides how deep drafts are. The prefix cache is read but not
+written.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .recorded import Comparison, RecordedAnswer
 if TYPE_CHECKING:
     from ....core.sampling.explanation import Explanation
 
-MOST_TEXT = 256  # characters of a recorded text from which its next token is found
+MOST_TEXT = 256  # characters that are tokenized to find a recorded text's next token
 
 
 class AnswerVerifier:
@@ -59,7 +59,7 @@ class AnswerVerifier:
         own = recorded.replayed(self._llm, params)
         with self._llm.call():
             answer = await self._llm.open(
-                prompt, own, request_id=request_id, cache=reads_only(cache)
+                prompt, own, request_id=request_id, cache=read_only(cache)
             )
             try:
                 return await self._compared(answer, recorded, VisibleText(self._llm, answer))
@@ -75,7 +75,7 @@ class AnswerVerifier:
         """
         recorded.check(self._llm)
         params = recorded.replayed(self._llm, chat.params)
-        own = dataclasses.replace(chat, params=params, cache=reads_only(chat.cache), cache_key=None)
+        own = dataclasses.replace(chat, params=params, cache=read_only(chat.cache), cache_key=None)
         with self._llm.call():
             running = await self._chat.open(own, request_id=request_id)
             try:
@@ -106,7 +106,7 @@ class AnswerVerifier:
     async def _replay(
         self, answer: Answer, recorded: RecordedAnswer, text: VisibleText
     ) -> Comparison:
-        """Compare the model's answer up to its end, or to its first difference."""
+        """Compare the model's answer with the recorded one, up to the first difference."""
         comparison = Comparison(recorded)
         async with aclosing(answer.generations[0].deltas()) as deltas:
             async for delta in deltas:
@@ -130,20 +130,21 @@ class AnswerVerifier:
     ) -> Difference | None:
         position, own = len(comparison.same), None
         given: int | None = None
-        if comparison.is_different or (finish_reason is None and not recorded.may_go_on):
+        if comparison.is_different or (finish_reason is None and not recorded.may_continue):
             own = comparison.own[-1]
         if comparison.is_different or comparison.is_shorter:
-            given = await self._given(recorded, comparison)
-        elif recorded.may_go_on or finish_reason == recorded.finish_reason:
+            given = await self._recorded_token(recorded, comparison)
+        elif recorded.may_continue or finish_reason == recorded.finish_reason:
             return None
         if own is None and given is None:
             return Difference(position=position, given=None, own=None)
         return await self._explained(answer, comparison.same, given, own)
 
-    async def _given(self, recorded: RecordedAnswer, comparison: Comparison) -> int | None:
+    async def _recorded_token(self, recorded: RecordedAnswer, comparison: Comparison) -> int | None:
         """Return the recorded token at the first difference.
 
-        In a text, it is the first token of the text that the model's tokens do not have.
+        If only a text was recorded, the text after the equal characters is tokenized, and its
+        first token is returned.
         """
         if recorded.token_ids is not None:
             return recorded.token_ids[len(comparison.same)]
@@ -158,7 +159,8 @@ class AnswerVerifier:
         tokens = array("q", [*answer.prompt.cached_ids, *same])
         logits, sampling = await self._logits(answer, same), _forked(answer.request.sampling)
         found = await asyncio.to_thread(_explain, logits, tokens, sampling, given, own)
-        # The logits of another form of the same prompt, as of packed KV, do not explain the choice.
+        # The logits were computed again and may differ, for example without packed KV. They explain
+        # the choice only if they lead to it.
         is_sure = own is None or found.chosen == own
         return Difference(
             position=len(same),
@@ -169,7 +171,7 @@ class AnswerVerifier:
         )
 
     async def _logits(self, answer: Answer, same: list[int]) -> array[float]:
-        """Return the raw logits [vocab] after the prompt and the tokens ``same`` of the answer."""
+        """Return the raw logits [vocab] after the prompt, followed by the tokens ``same``."""
         prompt, params = answer.prompt, answer.params
         pooled = await self._llm.open(
             PromptTokens([*prompt.token_ids, *same], images=prompt.images),
@@ -179,7 +181,7 @@ class AnswerVerifier:
                 deadline=params.deadline,
                 priority=params.priority,
             ),
-            cache=reads_only(answer.request.cache),
+            cache=read_only(answer.request.cache),
             pooling=Pooling(tuple(range(self._llm.built.vocab_size))),
         )
         try:
@@ -195,8 +197,9 @@ class AnswerVerifier:
 
 
 class VisibleText:
-    """The visible text of an answer, token by token: without a reader, all of it; with one, the
-    content of the message.
+    """The visible text of an answer, token by token.
+
+    It is the content of the message if a ``reader`` parses the answer, otherwise the whole text.
     """
 
     def __init__(
@@ -212,7 +215,10 @@ class VisibleText:
         )
 
     def add(self, token_id: int, end: TextDelta | None) -> str:
-        """Add a token and return the text that it shows. ``end``: the last delta, at its end."""
+        """Add a token and return the text that becomes visible with it.
+
+        ``end``: the last delta of the answer, if the token is the last one.
+        """
         if not _is_stop(end):
             self._text.add_token(token_id)
         piece = self._text.take(final=end is not None)
@@ -229,8 +235,8 @@ class VisibleText:
         return "".join(part.text for part in parts)
 
 
-def reads_only(cache: CacheOptions) -> CacheOptions:
-    """Return the options of a request that reads the cache as ``cache`` says and writes nothing."""
+def read_only(cache: CacheOptions) -> CacheOptions:
+    """Return options that read from the cache if ``cache`` does, and write nothing to it."""
     return CacheOptions(read=cache.read, write=False)
 
 
@@ -241,13 +247,13 @@ def _explain(
     given: int | None,
     own: int | None,
 ) -> Explanation:
-    from ....core.sampling.explanation import explain  # imports torch, which a front does not need
+    from ....core.sampling.explanation import explain  # loads torch
 
     return explain(logits, tokens, sampling, given, own)
 
 
 def _forked(sampling: SamplingMetadata) -> SamplingMetadata:
-    """Return a copy for this thread: the constraint of a request belongs to the model thread."""
+    """Return a copy with a constraint of its own, because the model thread uses the request's."""
     constraint = sampling.constraint
     fork = None if constraint is None else constraint.fork()
     return dataclasses.replace(sampling, constraint=fork)

@@ -15,8 +15,9 @@ from ..engine_client import EngineClient
 from ..preprocess import children
 
 LOOK_UPS = {"radix", "suffix", "ngram"}  # drafters without weights
-WIDEST = 64  # draft tokens of one step
-GOES_ON = (None, "abort")  # finish reasons of an answer that may be a part of the model's answer
+WIDEST = 64  # maximum number of draft tokens of one step
+# Finish reasons of an answer that may be only the beginning of the model's answer.
+INCOMPLETE = (None, "abort")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +25,7 @@ class RecordedAnswer:
     """A recorded answer: its token ids or its text, and how it ended.
 
     ``token_ids`` may lack the stop token. ``text`` is the visible text: in a conversation, the
-    content of the message. ``finish_reason`` None, or "abort": how the answer ends is not compared.
+    content of the message. If ``finish_reason`` is None or "abort", the ends are not compared.
     ``index``: number of the choice.
     """
 
@@ -34,12 +35,12 @@ class RecordedAnswer:
     index: int = 0
 
     @property
-    def may_go_on(self) -> bool:
-        """Whether the model's answer may be longer."""
-        return self.finish_reason in GOES_ON
+    def may_continue(self) -> bool:
+        """Whether the model's answer may continue after the recorded one."""
+        return self.finish_reason in INCOMPLETE
 
     def check(self, llm: EngineClient) -> None:
-        """Raise `InvalidRequest` for an answer that no model gives; the error names the field."""
+        """Raise `InvalidRequest`, which names the field, for an answer that no model can give."""
         if (self.token_ids is None) == (self.text is None):
             raise InvalidRequest("answer must have either token_ids or text", param="answer")
         if self.text is not None:
@@ -70,10 +71,10 @@ class RecordedAnswer:
         require(num_tokens <= context, "answer.token_ids", message)
 
     def replayed(self, llm: EngineClient, params: SamplingParams) -> SamplingParams:
-        """Return the parameters with which the model gives the answer of this index again.
+        """Return the parameters that make the model repeat the choice ``index``.
 
-        The recorded answer is their draft. Raises `InvalidRequest` for a wrong index, and without a
-        seed on which the answer depends.
+        The recorded answer is the draft. Raises `InvalidRequest` for a wrong index, and for a
+        missing seed if the answer depends on one.
         """
         params = llm.built.sampling_defaults.fill(params)
         check_integer("index", self.index, 0, params.n - 1)
@@ -83,7 +84,7 @@ class RecordedAnswer:
             message = "seed is required: at a temperature above 0, the answer depends on it"
             raise InvalidRequest(message, param="seed")
         own, seed = next(islice(children(params), self.index, None))
-        # A proposer would draft beside the answer, as deep as the answer's own draft.
+        # A proposer would also draft, at the same depth.
         is_free = LOOK_UPS.issuperset(llm.built.drafters)
         return dataclasses.replace(
             own,
@@ -98,21 +99,21 @@ class RecordedAnswer:
 class Comparison:
     """Compares a recorded answer with the model's tokens, one by one.
 
-    ``is_different``: the last token that was taken is not the recorded one. ``is_longer``: it comes
-    after the end of the recorded answer.
+    ``is_different``: the model's last token is not the recorded one. ``is_longer``: the model's
+    last token comes after the end of the recorded answer.
     """
 
     def __init__(self, recorded: RecordedAnswer) -> None:
-        self.own: list[int] = []  # the model's tokens, the one after the recorded answer included
+        self.own: list[int] = []  # the model's tokens, including one after the recorded answer
         self.text = ""  # the model's visible text
         self._num_chars_before = 0  # length of the visible text before the last token
         self.is_different = self.is_longer = False
         self._recorded = recorded
 
     def take(self, token_id: int, text: str, *, is_stop: bool) -> bool:
-        """Take the model's next token and its visible text; return whether to go on.
+        """Take the model's next token and its visible text; return whether to continue.
 
-        ``is_stop``: whether it is a stop token, which a recorded answer may lack.
+        ``is_stop``: whether the token is a stop token, which a recorded answer may lack.
         """
         self._num_chars_before = len(self.text)
         self.own.append(token_id)
@@ -130,7 +131,7 @@ class Comparison:
 
     @property
     def is_shorter(self) -> bool:
-        """Whether the recorded answer has more than the model's tokens."""
+        """Whether the recorded answer continues after the model's last token."""
         given = self._recorded.token_ids
         if given is None:
             return len(self.text) < len(self._recorded.text or "")
@@ -138,7 +139,7 @@ class Comparison:
 
     @property
     def num_same_chars(self) -> int:
-        """Length of the visible text of the tokens before the first difference."""
+        """Number of characters of the visible text before the first difference."""
         return self._num_chars_before if self.is_different else len(self.text)
 
     @property

@@ -23,7 +23,7 @@ from .auth import IS_SPARE
 
 logger = logging.getLogger(__name__)
 NUM_OTHER_FILES = 128  # open files of the process besides connections
-SOCKET_PATH = "/v1/responses"  # behind any --root-path
+SOCKET_PATH = "/v1/responses"  # follows any --root-path
 NUM_SPARE = 64  # connections above the limit that get a 503; further ones are dropped
 SPARE_SECONDS = 1.0  # time limit for a connection above the limit to send its request
 DRAIN_BYTES = 64 * 2**20  # maximum number of discarded bytes of an unread body
@@ -134,7 +134,7 @@ class Connection(H11Protocol):
         await self.config.loaded_app(scope, receive, send)
 
     def _should_upgrade(self) -> bool:
-        """Whether to become a WebSocket. Elsewhere and beyond the limit it stays a GET request."""
+        """Whether to accept an upgrade to a WebSocket; without it, the request is a plain GET."""
         is_served = cast("Scope", self.scope)["path"].endswith(SOCKET_PATH)
         return is_served and not self._is_spare and super()._should_upgrade()
 

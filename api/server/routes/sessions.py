@@ -26,7 +26,7 @@ class SessionRoutes(Endpoints):
 
     @delete("/v1/sessions/{session_id}", EndedSession, errors=(503,))
     async def end(self, request: Request) -> Response:
-        """End a session of this API key: its pages lose their pins and are evicted first.
+        """End a session of the caller's API key: unpin its pages and evict them first.
 
         Unknown sessions are not an error, because the cache may have forgotten them.
         """

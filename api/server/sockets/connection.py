@@ -18,9 +18,9 @@ from .events import Cancel, ClientEvent, Create, read_event, refused
 from .turn import PATH, Turn
 
 logger = logging.getLogger(__name__)
-MAX_LANES = 64  # lanes of a connection with running responses
-MAX_KEPT = 4096  # responses that are not stored and can be continued
-MAX_WAITING = 64  # responses of a connection that wait for others of their lane
+MAX_LANES = 64  # lanes that one connection may run at the same time
+MAX_KEPT = 4096  # unstored responses of a connection that it can continue
+MAX_WAITING = 64  # waiting responses of a connection, in all its lanes
 Refusal = Callable[[Scope], ApiError | None]
 """Returns why a request is refused before its route is reached, or None."""
 
@@ -28,8 +28,9 @@ Refusal = Callable[[Scope], ApiError | None]
 class ResponsesSocket:
     """Serves WebSockets at /v1/responses, and passes other requests on.
 
-    Each ``response.create`` runs through ``app`` as a POST to /v1/responses, so that everything
-    applies to it as over HTTP. ``refusal``: checks the handshake as it checks a GET request.
+    Each ``response.create`` runs through ``app`` as a POST to /v1/responses, so that limits, logs
+    and metrics apply to it as they do over HTTP. ``refusal``: returns the error that refuses a
+    handshake, or None.
     """
 
     def __init__(self, app: ASGIApp, limits: Limits, refusal: Refusal) -> None:
@@ -53,7 +54,11 @@ class ResponsesSocket:
 
 
 class _Connection:
-    """One WebSocket. The responses of a lane run one after another; lanes run side by side."""
+    """One WebSocket.
+
+    Responses with the same ``stream_id``, or without one, form a lane. They run one after another;
+    different lanes run at the same time.
+    """
 
     def __init__(self, app: ASGIApp, limits: Limits, scope: Scope, send: Send) -> None:
         self._app, self._limits, self._send = app, limits, send
@@ -63,7 +68,7 @@ class _Connection:
         self._waiting: dict[str | None, deque[Turn]] = {}
 
     async def serve(self, receive: Receive) -> None:
-        """Serve the events of the client until it leaves. Its responses end with it."""
+        """Serve the client's events until the client leaves; then end its responses."""
         try:
             async with asyncio.TaskGroup() as group:
                 while (message := await receive())["type"] != "websocket.disconnect":
@@ -76,7 +81,7 @@ class _Connection:
                 forget()
 
     async def _take(self, message: Message, group: asyncio.TaskGroup) -> None:
-        """Begin what an event asks for, or answer with an error."""
+        """Process one event of the client; send an error event if it is wrong."""
         text = message.get("text")
         data = message.get("bytes") or b"" if text is None else text.encode()
         try:
@@ -96,7 +101,7 @@ class _Connection:
         return Turn(self._scope, event.lane, b'{"stream":true}', self._frame, last)
 
     def _begin(self, turn: Turn, group: asyncio.TaskGroup) -> None:
-        """Run a turn after the others of its lane. Raises `ApiError` 429 if too many wait."""
+        """Run a turn after earlier turns of its lane. Raises `ApiError` 429 for too many turns."""
         waiting = [each for queue in self._waiting.values() for each in queue]
         num_bytes = turn.num_bytes + sum(each.num_bytes for each in waiting)
         if turn.lane in self._waiting:
@@ -125,7 +130,7 @@ class _Connection:
         self._waiting.pop(lane, None)
 
     def _cancel(self, event: Cancel) -> None:
-        """Cancel a running response. Raises `ApiError` 404 if it does not run."""
+        """Cancel a response. Raises `ApiError` 404 if it is not running."""
         for lane, turn in self._running.items():
             is_named = turn.response_id == event.response_id
             if is_named or (event.response_id is None and lane == event.lane):
@@ -138,7 +143,7 @@ class _Connection:
 
     async def _frame(self, data: bytes) -> None:
         """Send a text frame, unless the client has left."""
-        with suppress(OSError):  # `receive` reports that it has left
+        with suppress(OSError):  # if the client has left, `receive` reports it
             await self._send({"type": "websocket.send", "text": data.decode()})
 
 

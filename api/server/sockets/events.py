@@ -25,14 +25,14 @@ class Create(Struct, frozen=True, kw_only=True):
 
 
 class Cancel(Struct, frozen=True, kw_only=True):
-    """``response.cancel``: ends a response, or without an id the running ones of a lane."""
+    """``response.cancel``: ends a response; without an id, the running response of a lane."""
 
     lane: str | None
     response_id: str | None
 
 
 class Resume(Struct, frozen=True, kw_only=True):
-    """``response.resume``: asks for the events of a response after a sequence number."""
+    """``response.resume``: asks for the events of a response after number ``starting_after``."""
 
     lane: str | None
     response_id: str
@@ -43,7 +43,7 @@ ClientEvent = Create | Cancel | Resume
 
 
 class WireError(Struct, kw_only=True):
-    """``error`` of an error event. ``headers``: some headers of the HTTP answer."""
+    """``error`` of an error event. ``headers``: retry-after and x-request-id of the HTTP answer."""
 
     message: str
     type: str | None = None
@@ -61,7 +61,7 @@ class ErrorFrame(Struct, kw_only=True, tag_field="type", tag="error"):
 
 
 class CancelledFrame(Struct, kw_only=True, tag_field="type", tag="response.cancelled"):
-    """The last event of a cancelled response, with the response as it began."""
+    """The last event of a cancelled response; ``response`` has the fields of its first event."""
 
     sequence_number: int
     response: Mapping[str, Any]
@@ -143,7 +143,8 @@ def cancelled(response: Mapping[str, Any], sequence_number: int, lane: str | Non
 def event_data(chunk: bytes) -> Iterator[bytes]:
     """Yield the JSON of each event in a part of a stream of server-sent events.
 
-    A part has whole events. Comments, which keep connections alive, are skipped.
+    The part must not begin or end inside an event. Comments, which keep connections alive, are
+    skipped.
     """
     for line in chunk.split(b"\n"):
         if line.startswith(DATA):
@@ -151,7 +152,7 @@ def event_data(chunk: bytes) -> Iterator[bytes]:
 
 
 def in_lane(data: bytes, lane: str | None) -> bytes:
-    """Return the JSON of an event with its ``stream_id``."""
+    """Return the JSON of an event with the ``stream_id`` added, if there is one."""
     return data if lane is None else data[:-1] + b',"stream_id":' + _encode(lane) + b"}"
 
 

@@ -1,4 +1,4 @@
-"""The protocol of WebSocket connections: uvicorn's, and it drops clients that do not answer."""
+"""uvicorn's protocol of WebSocket connections, but it drops clients that do not answer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ...serving.limits import Limits
 class SocketProtocol(WebSocketsSansIOProtocol):
     """A WebSocket connection whose client must answer pings within ``--write-seconds``.
 
-    A client that reads nothing answers none: the ping waits behind what it has not read.
+    A client that does not read answers no ping, because a ping is sent after all earlier data.
     """
 
     def keepalive_timeout(self) -> None:

@@ -19,7 +19,7 @@ OWN_HEADERS = frozenset(
 )  # fmt: skip
 """Headers of the handshake that do not apply to a turn."""
 WEBSOCKET = b"sec-websocket-"
-TOLD_HEADERS = (b"retry-after", b"x-request-id")
+ERROR_HEADERS = (b"retry-after", b"x-request-id")
 FIRST, LAST = b'{"type":"response.created"', b'{"type":"response.'
 ENDINGS = tuple(LAST + name for name in (b"completed", b"incomplete", b"failed"))
 SendFrame = Callable[[bytes], Awaitable[None]]
@@ -28,8 +28,9 @@ SendFrame = Callable[[bytes], Awaitable[None]]
 class Turn:
     """One response: the HTTP request that asks for it, and the frames of its events.
 
-    All layers of the server treat it as a request of its own: keys, limits, logs and metrics apply
-    as over HTTP. ``last_event_id``: resume a stream.
+    All layers of the server treat the turn as an HTTP request: keys, limits, logs and metrics apply
+    to it. ``lane``: the ``stream_id`` of its events. ``last_event_id``: the event after which to
+    resume a stream.
     """
 
     def __init__(
@@ -47,13 +48,13 @@ class Turn:
         self._gone = asyncio.Event()
         self._is_cancelled = False
         self.has_ended = False  # whether the last event was sent
-        self._began: dict[str, Any] = {}  # the response as it began
+        self._began: dict[str, Any] = {}  # the response in its first event
         self._num_events = 0
         self._status, self._error = 0, bytearray()
-        self._headers: dict[str, str] = {}  # headers of the answer that error events repeat
+        self._headers: dict[str, str] = {}  # headers of the HTTP answer to repeat in error events
 
     def cancel(self) -> None:
-        """End the response. The client gets a last event."""
+        """End the response and send ``response.cancelled`` to the client."""
         self._is_cancelled = True
         self.leave()
 
@@ -79,7 +80,7 @@ class Turn:
     async def _send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self._status = message["status"]
-            found = {name: header(message, name) for name in TOLD_HEADERS}
+            found = {name: header(message, name) for name in ERROR_HEADERS}
             self._headers = {name.decode(): value for name, value in found.items() if value}
             return
         if self._gone.is_set():
@@ -109,7 +110,7 @@ class Turn:
 
 
 def http_scope(scope: Scope, body: bytes, last_event_id: str | None) -> Scope:
-    """Return the scope of an HTTP request with this body, by the client of a WebSocket."""
+    """Return the ASGI scope of a POST request with ``body``, made from a WebSocket's ``scope``."""
     headers = [
         (name, value)
         for name, value in scope["headers"]

@@ -1,8 +1,8 @@
 """Cache breakpoints: prompt prefixes to pin in the cache, and the count of tokens written to it.
 
-A breakpoint stands after a content block. `BreakpointLocator` finds its token position by rendering
-the conversation up to that block: the common prefix with the whole prompt is the part that later
-prompts can share.
+A breakpoint follows a content block. `BreakpointLocator` finds its token position by rendering the
+conversation up to that block: the common prefix with the full prompt is the part that later prompts
+can share.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NEXT_CONTENT = "\x01"
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A breakpoint. ``head`` returns the conversation up to it; ``ttl`` is in seconds."""
+    """A breakpoint. ``head``: returns the conversation up to it. ``ttl``: lifetime, in seconds."""
 
     head: Callable[[], ChatInput]
     ttl: float
@@ -34,13 +34,14 @@ class Breakpoints:
     """The pins of a prompt, shortest prefix first."""
 
     pins: tuple[Pin, ...] = ()
-    page_size: int = 1  # number of tokens; only whole pages are cached
+    page_size: int = 1  # number of tokens; only full pages are cached
 
     def written(self, num_cached: int, ttl: float | None = None) -> int:
         """Return the number of tokens before the last breakpoint that were written to the cache.
 
-        ``ttl``: count only breakpoints with this lifetime. Tokens after the last full page are not
-        cached and not counted.
+        ``num_cached``: number of tokens that were cached before. ``ttl``: count only tokens that
+        breakpoints with this lifetime pin. Tokens after the last full page are not cached and not
+        counted.
         """
         total, done = 0, num_cached
         for pin in self.pins:
@@ -66,7 +67,7 @@ def pins_at(ttls: Sequence[float], heads: Sequence[array[int]], ids: array[int])
 
 
 def write_details(usage: Usage, breakpoints: Breakpoints) -> CacheWriteDetails:
-    """Return the tokens of the prompt that were written to the cache, by their lifetime."""
+    """Return the numbers of prompt tokens that were written to the cache, by lifetime."""
     ttls = {pin.ttl for pin in breakpoints.pins if pin.ttl >= SECONDS["12h"]}
     long = sum(breakpoints.written(usage.cached_tokens, ttl) for ttl in ttls)
     long = min(long, usage.cache_write_tokens)

@@ -9,11 +9,11 @@ from msgspec import Struct
 
 from ....core.interface.request import DEFAULT_CACHE, CacheOptions, Pin
 
-WHOLE = 2**31 - 1  # more tokens than any prompt has
+WHOLE = 2**31 - 1  # tokens of a pin for the full prompt: more than any prompt has
 CacheClass = Literal["30m", "12h"]
 """The shortest lifetime of a cached prefix that a client asks for."""
 SECONDS = {"30m": 1800.0, "12h": 12 * 3600.0, "24h": 24 * 3600.0}
-MAX_IMPLICIT, MAX_EXPLICIT = 3, 4  # latest breakpoints that count, by the mode
+MAX_IMPLICIT, MAX_EXPLICIT = 3, 4  # numbers of last breakpoints that are used, by mode
 
 
 class CacheSpec(Struct, kw_only=True):
@@ -26,8 +26,8 @@ class CacheSpec(Struct, kw_only=True):
 class PromptCacheOptions(Struct, kw_only=True):
     """``prompt_cache_options``: pin, prewarm and explain a prompt.
 
-    In the mode "explicit" only breakpoints in the messages pin, and without one the request does
-    not use the cache.
+    In the mode "explicit", only breakpoints in the messages pin prefixes, and a request without a
+    breakpoint does not use the cache.
     """
 
     mode: Literal["implicit", "explicit"] | None = None
@@ -40,7 +40,7 @@ class PromptCacheBreakpoint(Struct, kw_only=True):
     """``prompt_cache_breakpoint`` of a part: the prefix that ends with the part is pinned."""
 
     mode: Literal["explicit"]
-    ttl: CacheClass | None = None  # None: the value in ``prompt_cache_options``
+    ttl: CacheClass | None = None  # None: as in ``prompt_cache_options``
 
 
 class CacheWriteDetails(Struct, kw_only=True):
@@ -64,7 +64,7 @@ def _has_breakpoint(message: Marked) -> bool:
 
 
 def is_explicit(options: PromptCacheOptions | None) -> bool:
-    """Whether only breakpoints in the messages pin."""
+    """Whether only breakpoints in the messages pin prefixes."""
     return options is not None and options.mode == "explicit"
 
 

@@ -1,7 +1,7 @@
 """Hints about a request from an agent's framework: Dynamo's ``nvext`` and vLLM's ``kv_hints``.
 
-A hint promises nothing: the engine may ignore it. Actions of other types, and fields that are not
-listed here, have no effect.
+The engine may ignore a hint. Actions of other types, and fields that are not listed here, have no
+effect.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class AgentHints(Struct, kw_only=True):
     """``nvext.agent_hints``."""
 
     priority: Int32 | None = None  # higher is more urgent
-    osl: Count | None = None  # expected tokens of the answer; checked, without an effect
-    speculative_prefill: bool | None = None  # compute the beginning of the next turn in advance
+    osl: Count | None = None  # expected number of answer tokens; has no effect
+    speculative_prefill: bool | None = None  # whether to compute the next turn's prompt in advance
 
 
 class NvExt(Struct, kw_only=True):
@@ -55,14 +55,14 @@ class KvHints(Struct, kw_only=True):
 
 
 class RetainDirective(Struct, kw_only=True, forbid_unknown_fields=True):
-    """Tokens of the prompt and how long to keep them. A priority of 0 keeps nothing."""
+    """A range of the prompt's tokens, and how long to keep them. A priority of 0 keeps nothing."""
 
     priority: Annotated[int, Meta(ge=0, le=100)]
     start: Count | None = None
     end: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None  # None: the end of the prompt
     # Seconds; None: as long as the server allows.
     duration: Annotated[float, Meta(ge=0, le=MAX_TTL)] | None = None
-    covers_output: bool = False  # about the answer's tokens, which only a session can keep
+    covers_output: bool = False  # True: the directive is about the answer, and ignored
 
 
 class Retain(Struct, kw_only=True):
@@ -75,8 +75,8 @@ class Retain(Struct, kw_only=True):
 def hinted_pins(hints: KvHints | None) -> tuple[Pin, ...]:
     """Return a pin for each prefix that the hints ask to retain.
 
-    A directive about a later part of the prompt pins everything before it, too, because the cache
-    finds a page by all tokens before it. Raises `InvalidRequest`, which names the field.
+    A directive about a later part of the prompt also pins all tokens before that part, because the
+    cache finds a page by all tokens before it. Raises `InvalidRequest`, which names the field.
     """
     if hints is None:
         return ()
@@ -106,7 +106,10 @@ def _retained(action: KvHintAction, path: str) -> list[Pin]:
 
 
 def _check(directives: list[RetainDirective], path: str) -> None:
-    """Raise `InvalidRequest` for an empty range, or a later range with a higher priority."""
+    """Raise `InvalidRequest` for wrong directives.
+
+    Ranges must not be empty, and a later range must not have a higher priority than an earlier one.
+    """
     for index, each in enumerate(directives):
         where = f"{path}[{index}]"
         if each.covers_output and not (each.start is None and each.end is None):

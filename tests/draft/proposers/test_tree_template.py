@@ -24,9 +24,9 @@ from foretoken.draft.proposers.tree_template import (
     KNOWN,
     ExpectedTree,
     TemplateRow,
+    assign_rows,
     expected_tree,
     note_rows,
-    place,
 )
 
 PAGE_SIZE, NUM_TOKENS, NUM_SPARE = 4, 6, 3
@@ -304,13 +304,13 @@ def test_a_row_behind_a_dropped_one_is_dropped() -> None:
     first, second = (TemplateRow(tree, 1, root, rank, on_trunk=not rank) for rank in (0, 1))
     child = TemplateRow(tree, 2, second, 0, on_trunk=False)
     planned = [[(1, first), (1, second), (2, child)]]
-    assert place(planned) == [[first, second], [child]]
+    assert assign_rows(planned) == [[first, second], [child]]
     for row in (first, second, child):
         row.index = -1
     others: list[list[tuple[int, TemplateRow]]] = [[]] * (
         MOST_DRAWN_ROWS - 1
     )  # so many trees have one row each in a pass
-    assert place([*planned, *others]) == [[first]]
+    assert assign_rows([*planned, *others]) == [[first]]
 
 
 def test_a_request_without_spare_pages_gets_a_chain() -> None:

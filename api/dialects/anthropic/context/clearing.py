@@ -24,23 +24,23 @@ KEPT_TOOL_USES = 3
 KEPT_TURNS = 1
 THOUGHTS = (ThinkingBlock, RedactedThinkingBlock)
 Edit = Callable[[Block], Block | None]
-"""Returns the block in its place; None to remove it."""
+"""Returns the block that replaces its argument; None to remove it."""
 
 
 class Cleared(NamedTuple):
-    """An edited conversation. ``num_cleared``: number of cleared tool calls or turns."""
+    """An edited conversation. ``num_cleared``: number of the tool calls or turns cleared in it."""
 
     messages: list[Message]
     num_cleared: int
 
 
 def tool_uses(messages: Sequence[Message]) -> list[ToolUseBlock]:
-    """Return the tool calls of a conversation that the client executed, in order."""
+    """Return the calls of the client's own tools in a conversation, in order."""
     return [each for message in messages for each in _blocks(message) if _is_use(each)]
 
 
 def clear_tool_uses(messages: Sequence[Message], edit: ClearToolUses) -> Cleared:
-    """Clear the results of tool calls, except for the latest calls and for excluded tools."""
+    """Clear the results of tool calls, but not of the latest calls and of excluded tools."""
     num_kept = KEPT_TOOL_USES if edit.keep is None else edit.keep.value
     uses, excluded = tool_uses(messages), set(edit.exclude_tools or ())
     old = [use for use in uses[: max(0, len(uses) - num_kept)] if use.name not in excluded]
@@ -61,7 +61,8 @@ def clear_tool_uses(messages: Sequence[Message], edit: ClearToolUses) -> Cleared
 def clear_thinking(messages: Sequence[Message], edit: ClearThinking) -> Cleared:
     """Remove the reasoning of all but the latest turns that have any.
 
-    A turn is what the model generated between two messages of the user that are not tool results.
+    A turn is all that the model generated between two messages of the user; tool results do not
+    count as messages of the user.
     """
     turns = [turn for turn in _turns(messages) if any(map(_thinks, turn))]
     num_kept = _num_kept_turns(edit, len(turns))
@@ -102,7 +103,7 @@ def has_results(message: Message) -> bool:
 
 
 def _with_results(messages: Sequence[Message], ids: Collection[str]) -> set[str]:
-    """Return the ids of the calls that have a result that is not cleared yet."""
+    """Return the ids among ``ids`` that name a call whose result is not cleared yet."""
     return {
         each.tool_use_id
         for message in messages
@@ -120,7 +121,7 @@ def _thinks(message: Message) -> bool:
 
 
 def _edited(message: Message, edit: Edit) -> Message:
-    """Return a message with edited blocks. Its token ids no longer fit if a block has changed."""
+    """Return a message with edited blocks; without token ids if an edit has changed a block."""
     old = _blocks(message)
     new = [edited for each in old if (edited := edit(each)) is not None]
     if len(new) == len(old) and all(a is b for a, b in zip(new, old, strict=True)):

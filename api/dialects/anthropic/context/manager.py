@@ -1,4 +1,4 @@
-"""ContextManager: applies the edits of a request, and compacts its conversation."""
+"""ContextManager: edits and compacts conversations as ``context_management`` asks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .....core.errors import InvalidRequest, PromptTooLong
 from ....runtime.compaction.summarizer import INSTRUCTIONS
 from ....runtime.conversation.chat_input import ChatInput
 from ....serving.caching.breakpoints import Breakpoints
-from ....serving.compaction import seal_of, summarizer_of, tell_compaction
+from ....serving.compaction import explain_compaction, seal_of, summarizer_of
 from ....serving.errors import ApiError
 from ....serving.serving_context import Service
 from ....serving.sse import Reply
@@ -34,7 +34,7 @@ from ..reading import read_conversation
 from ..writing import MessageWriter
 from .clearing import Cleared, clear_thinking, clear_tool_uses, tool_uses
 from .sealed import Compacted, has_more, in_effect, last_turn, replaced, sealed
-from .writing import LaterReply, Managed, ManagedWriter
+from .writing import DeferredReply, Managed, ManagedWriter
 
 C = TypeVar("C", bound=CountRequest)
 CLEARING_TOKENS = 100_000  # default trigger of `ClearToolUses`
@@ -45,7 +45,7 @@ Make = Callable[..., MessageWriter]
 
 @dataclass(slots=True)
 class Edited(Generic[C]):
-    """A body after the edits that clear parts of its conversation."""
+    """A body whose conversation was edited. ``applied``: the edits that changed it."""
 
     body: C
     applied: list[AppliedEdit] = field(default_factory=list)
@@ -55,7 +55,7 @@ class Edited(Generic[C]):
 class Route:
     """The functions of a route that the manager calls.
 
-    ``answer`` renders and submits a body. ``writer`` returns the writer of an answer.
+    ``answer`` renders and submits a body. ``writer`` returns the writer of the answer to a body.
     """
 
     answer: Callable[[MessagesRequest, Make], Awaitable[Reply]]
@@ -70,7 +70,10 @@ class ContextManager:
         self._seal = seal_of(service)
 
     def in_effect(self, body: C) -> C:
-        """Return the body with its last compaction block replaced. Raises `ApiError` 400."""
+        """Return the body with its last compaction block, and all before it, replaced by a summary.
+
+        Raises `ApiError` 400 for a block that was altered or sealed by another server.
+        """
         return in_effect(body, self._seal, owner_of(body.cache_salt))
 
     async def open(self, body: MessagesRequest, route: Route) -> Reply:
@@ -80,14 +83,14 @@ class ContextManager:
         if body.compaction is not None:
             _check_compaction(body)
             asked = (body.compaction.instructions or "").strip()
-            return LaterReply(partial(self._compact_alone, body, route, asked or INSTRUCTIONS))
+            return DeferredReply(partial(self._compact_alone, body, route, asked or INSTRUCTIONS))
         edit = next((each for each in _edits(body) if isinstance(each, Compact)), None)
         if edit is not None and body.max_tokens and await self._is_due(body, edit):
-            return LaterReply(partial(self._compact, edited, route, edit))
+            return DeferredReply(partial(self._compact, edited, route, edit))
         return await route.answer(body, _made(Managed(edits=edited.applied)))
 
     async def edited(self, body: C) -> Edited[C]:
-        """Return the body with the parts cleared that its edits name."""
+        """Return the body without the tool results and reasoning that its edits clear."""
         edited = Edited(body)
         for edit in _edits(body):
             match edit:
@@ -109,11 +112,11 @@ class ContextManager:
         return await summarizer_of(self._service).count(await self._chat(body))
 
     async def explain(self, error: PromptTooLong, body: MessagesRequest) -> None:
-        """Add to the error's message what a compaction would leave of the prompt."""
+        """Add to the error's message how many prompt tokens a compaction would leave."""
         num_left = None
         if _can_shorten(body):
             num_left = await self.count(_after(body, "", keeps_last=True)[0])
-        tell_compaction(error, num_left, summarizer_of(self._service), how=HOW)
+        explain_compaction(error, num_left, summarizer_of(self._service), how=HOW)
 
     async def _clear_tool_uses(self, edited: Edited[C], edit: ClearToolUses) -> None:
         trigger = edit.trigger or Trigger(type="input_tokens", value=CLEARING_TOKENS)
@@ -137,7 +140,7 @@ class ContextManager:
         )
 
     async def _cleared(self, edited: Edited[C], cleared: Cleared) -> int:
-        """Replace the conversation by the cleared one; return the number of prompt tokens less."""
+        """Replace the conversation by the cleared one; return by how many tokens it is shorter."""
         before = await self.count(edited.body)
         edited.body = replace(edited.body, messages=cleared.messages)
         return before - await self.count(edited.body)
@@ -150,7 +153,10 @@ class ContextManager:
         return await self.count(body) > threshold
 
     async def _compact(self, edited: Edited[MessagesRequest], route: Route, edit: Compact) -> Reply:
-        """Compact all but the last turn, then answer; with a pause, compact all and stop."""
+        """Summarize all but the last turn, then answer.
+
+        With ``pause_after_compaction``, summarize all turns and do not answer.
+        """
         body, pauses = edited.body, bool(edit.pause_after_compaction)
         more = (edit.instructions or "").strip()
         asked = f"{INSTRUCTIONS}\n\n{more}" if more else INSTRUCTIONS
@@ -173,9 +179,10 @@ class ContextManager:
         keeps_last: bool,
         is_signature: bool = False,
     ) -> tuple[Managed, MessagesRequest]:
-        """Return the compaction block with its usage and the edits, and the shorter conversation.
+        """Summarize a conversation; return the results to report, and the shorter conversation.
 
-        ``applied``: the edits that were made before the compaction.
+        ``applied``: the edits that were made before the compaction. ``keeps_last``: do not
+        summarize the last turn.
         """
         summarizer, most = summarizer_of(self._service), self._service.llm.built.max_model_len - 1
         if (num_left := await self.count(_after(body, "", keeps_last=keeps_last)[0])) > most:
@@ -214,7 +221,7 @@ def _can_shorten(body: CountRequest) -> bool:
 
 
 def _after(body: C, summary: str, *, keeps_last: bool) -> tuple[C, Compacted]:
-    """Return the body after its compaction, and what its compaction block contains."""
+    """Return the compacted body, and the content to seal in its compaction block."""
     end = last_turn(body.messages) if keeps_last else len(body.messages)
     compacted = Compacted(summary=summary, tail=body.messages[end:])
     last = len(body.messages) - 1

@@ -1,4 +1,4 @@
-"""Compaction blocks: what they contain, and the conversation that they leave."""
+"""Compaction blocks: sealed summaries that replace the conversation before them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ C = TypeVar("C", bound=CountRequest)
 
 
 class Compacted(Struct, kw_only=True, omit_defaults=True):
-    """The content of the seal. ``tail``: the last turn, which stays as it is."""
+    """The sealed content of a compaction block. ``tail``: the last turn, if it is kept."""
 
     summary: str
     tail: list[Message] = []
@@ -35,7 +35,10 @@ _decode = msgspec.json.Decoder(Compacted).decode
 def sealed(
     compacted: Compacted, seal: Seal, owner: Owner, *, is_signature: bool
 ) -> CompactionContent:
-    """Return a new compaction block. ``is_signature``: the seal is its signature."""
+    """Return a new compaction block.
+
+    ``is_signature``: the field ``signature`` has the sealed content, not ``encrypted_content``.
+    """
     text = seal.close(owner, msgspec.json.encode(compacted))
     if is_signature:
         return CompactionContent(content=compacted.summary, signature=text)
@@ -43,10 +46,11 @@ def sealed(
 
 
 def in_effect(body: C, seal: Seal, owner: Owner) -> C:
-    """Return the body with its last compaction block replaced by what the block stands for.
+    """Return the body with its last compaction block, and all before it, replaced by a summary.
 
-    A block without a seal stands for its content alone. Raises `ApiError` 400 for a block that was
-    altered or sealed by another server.
+    The summary and the last turn before it are read from the sealed content; a block without sealed
+    content has only a summary. Raises `ApiError` 400 for a block that was altered or sealed by
+    another server.
     """
     places = [
         (index, number, block)
@@ -60,27 +64,29 @@ def in_effect(body: C, seal: Seal, owner: Owner) -> C:
     index, number, block = places[-1]
     path = f"{body.messages[index].path(index)}.content[{number}]"
     compacted = _opened(block, path, seal, owner)
-    behind = [
-        PlacedMessage(**msgspec.structs.asdict(each), place=each.path(index + place))
-        for place, each in enumerate(_rest(body.messages[index:], number))
+    later = [
+        PlacedMessage(**msgspec.structs.asdict(each), body_path=each.path(index + offset))
+        for offset, each in enumerate(_rest(body.messages[index:], number))
         if each.content != []
     ]
     messages = replaced(compacted, path, cache_control=block)
-    return replace(body, messages=[*messages, *behind])
+    return replace(body, messages=[*messages, *later])
 
 
 def replaced(
     compacted: Compacted, path: str, *, cache_control: Block | None = None
 ) -> list[Message]:
-    """Return the messages that a compaction block stands for. ``path``: the path of the block.
+    """Return the messages that replace a compaction block and all before it.
 
-    ``cache_control``: a block whose cache breakpoint stays.
+    ``path``: path of the block in the body. ``cache_control``: the block, if its cache breakpoint
+    applies to the summary.
     """
     control = None if cache_control is None else cache_control.cache_control
     text = TextBlock(text=summary_text(compacted.summary), cache_control=control)
-    summary = PlacedMessage(role="user", content=[text], place=path)
+    summary = PlacedMessage(role="user", content=[text], body_path=path)
     tail = [
-        PlacedMessage(**msgspec.structs.asdict(each) | {"place": path}) for each in compacted.tail
+        PlacedMessage(**msgspec.structs.asdict(each) | {"body_path": path})
+        for each in compacted.tail
     ]
     return [summary, *tail]
 
@@ -88,7 +94,7 @@ def replaced(
 def last_turn(messages: Sequence[Message]) -> int:
     """Return the index of the first message of the last turn.
 
-    It is the last message of the user, or the calls whose results end the conversation.
+    The last turn is the last message of the user, or the calls whose results end the conversation.
     """
     at = len(messages) - 1
     if messages[at].role == "assistant" or has_results(messages[at]):
@@ -97,7 +103,7 @@ def last_turn(messages: Sequence[Message]) -> int:
 
 
 def has_more(messages: Sequence[Message]) -> bool:
-    """Whether these messages contain anything besides earlier summaries."""
+    """Whether messages contain anything besides earlier summaries."""
     return not all(_is_summary(message) for message in messages)
 
 
@@ -112,9 +118,9 @@ def _is_summary(message: Message) -> bool:
 
 
 def _rest(messages: Sequence[Message], number: int) -> list[Message]:
-    """Return the messages from a compaction block on: ``number`` is its index in the first one.
+    """Return the messages after a compaction block, which is block ``number`` of the first message.
 
-    Blocks up to it become blocks without effect, so that the others keep their paths.
+    Empty blocks replace that block and those before it, so that later blocks keep their indices.
     """
     first, *later = messages
     blocks = first.content[number + 1 :]
@@ -123,7 +129,7 @@ def _rest(messages: Sequence[Message], number: int) -> list[Message]:
 
 
 def _opened(block: CompactionBlock, path: str, seal: Seal, owner: Owner) -> Compacted:
-    """Return the content of a compaction block. Raises `ApiError` 400."""
+    """Return the sealed content of a compaction block. Raises `ApiError` 400 for a broken one."""
     name = "signature" if block.encrypted_content is None else "encrypted_content"
     text = getattr(block, name)
     if text is None:

@@ -1,4 +1,4 @@
-"""Answers to requests with context management, and replies that compact first."""
+"""Answers to requests with context management, and replies that begin with a compaction."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ PAUSED = Ending(stop_reason="compaction")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Managed:
-    """The results of context management, for the answer.
+    """The results of context management that an answer reports.
 
-    ``edits``: None if the answer has no ``context_management``. ``spent``: the usage of the request
-    for the summary.
+    ``edits``: edits in its field ``context_management``; None if it has no such field. ``block``:
+    its compaction block, if there is one. ``spent``: usage of the request that wrote the summary.
     """
 
     edits: Sequence[AppliedEdit] | None = None
@@ -64,20 +64,20 @@ class ManagedWriter(MessageWriter):
         yield from map(named_event, self._compaction())
 
     def alone(self) -> Reply:
-        """Return the answer that has only a compaction block."""
+        """Return an answer whose only content is the compaction block."""
         end, stop = self._ending(PAUSED, Usage())
         start = MessageStart(message=self._message(Usage()))
         events = [start, *self._compaction(), end, stop]
         return ReadyReply(self._ended(PAUSED, Usage(), []), map(named_event, events))
 
     def usage(self, usage: Usage, *, is_start: bool = False) -> MessageUsage:
-        """Return ``usage``. The request for a summary is only part of its ``iterations``."""
+        """Return ``usage``; only its ``iterations`` include the request for a summary."""
         found = MessageWriter.usage(self, usage, is_start=is_start)
         if self.managed.block is not None:
             spent = MessageWriter.usage(self, self.managed.spent, is_start=True)
             spent.output_tokens = self.managed.spent.completion_tokens
             spent.input_tokens += spent.cache_creation_input_tokens
-            # The breakpoints belong to the answer's prompt.
+            # The request for the summary has no breakpoints, so it counts no cache writes.
             spent.cache_creation_input_tokens = 0
             found.iterations = [_iteration("compaction", spent)]
             if usage.prompt_tokens:
@@ -121,8 +121,8 @@ def _iteration(kind: str, usage: MessageUsage) -> Iteration:
     )
 
 
-class LaterReply(Reply):
-    """A reply that ``begin`` returns after other work, during which the client may leave."""
+class DeferredReply(Reply):
+    """A reply that ``begin`` returns once it is read; the client may leave before that."""
 
     def __init__(self, begin: Callable[[], Awaitable[Reply]]) -> None:
         self._begin = begin

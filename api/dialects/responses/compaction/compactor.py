@@ -8,7 +8,7 @@ from functools import partial
 from .....core.errors import InvalidRequest, PromptTooLong
 from .....core.interface.request import Usage
 from ....runtime.conversation.chat_input import ChatInput
-from ....serving.compaction import seal_of, summarizer_of, tell_compaction
+from ....serving.compaction import explain_compaction, seal_of, summarizer_of
 from ....serving.serving_context import Service
 from ....types.request_context import owner_of
 from ..answers import CompactionItem, CompactionUsage
@@ -51,8 +51,9 @@ class Compactor:
         self._seal = seal_of(service)
 
     def read(self, body: ResponsesRequest, thread: Thread) -> Thread:
-        """Return the thread with its last compaction item replaced, and without its trigger.
+        """Return the thread without its ``compaction_trigger``, and without compaction items.
 
+        The last compaction item and the items before it are replaced by its sealed content.
         Raises `InvalidRequest` for a broken compaction item, and for a ``compaction_trigger`` that
         is not the last item.
         """
@@ -79,8 +80,8 @@ class Compactor:
     ) -> Compaction:
         """Return the compacted conversation. Raises the errors of `Summarizer.summarize`.
 
-        ``keeps_last``: the last turn stays, and all before it is summarized. Otherwise everything
-        is summarized, and the user's messages before the compaction item stay.
+        ``keeps_last``: keep the last turn, and summarize the items before it. Otherwise summarize
+        all items, and keep the user's messages.
         """
         summarizer, most = summarizer_of(self._service), self._service.llm.built.max_model_len - 1
         num_before = await summarizer.count(chat)
@@ -103,12 +104,12 @@ class Compactor:
         return Compaction(item, shorter, usage, spent)
 
     async def explain(self, error: PromptTooLong, body: ResponsesRequest, thread: Thread) -> None:
-        """Add to the error's message what a compaction would leave of the prompt."""
+        """Add to the error's message how many prompt tokens a compaction would leave."""
         summarizer, num_left = summarizer_of(self._service), None
         if _can_shorten(thread):
             compacted = _compacted(thread, "", keeps_last=True)
             num_left = await summarizer.count(await self._chat(body, _after(compacted, thread)))
-        tell_compaction(error, num_left, summarizer, how=HOW)
+        explain_compaction(error, num_left, summarizer, how=HOW)
 
     async def _chat(self, body: ResponsesRequest, thread: Thread) -> ChatInput:
         chat, *_ = await self._service.apart(partial(make_chat_input, body, thread))
@@ -120,7 +121,7 @@ def _can_shorten(thread: Thread) -> bool:
 
 
 def _compacted(thread: Thread, summary: str, keeps_last: bool) -> Compacted:
-    """Return the content of a compaction item for a whole thread."""
+    """Return the content of a compaction item that replaces all items of a thread."""
     end = last_turn(thread.items) if keeps_last else len(thread.items)
     return Compacted(
         summary=summary,
@@ -131,6 +132,6 @@ def _compacted(thread: Thread, summary: str, keeps_last: bool) -> Compacted:
 
 
 def _after(compacted: Compacted, thread: Thread) -> Thread:
-    """Return the thread after its compaction."""
+    """Return a thread with all its items replaced by the content of a compaction item."""
     path = thread.paths[-1] if thread.paths else "input"
     return replaced(compacted, thread, Thread([], []), path=path)

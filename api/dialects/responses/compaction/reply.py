@@ -37,8 +37,8 @@ class CompactingWriter(ResponseWriter):
     def compacting(self, *, is_triggered: bool) -> bytes:
         """Return the events that begin the compaction item.
 
-        ``is_triggered``: the input ends with a ``compaction_trigger``. Only then there is an event
-        of its own for the summary: clients may reject it elsewhere.
+        ``is_triggered``: the input ends with a ``compaction_trigger``. Only such streams have the
+        event that announces the summary, because clients may reject it in others.
         """
         self._item = CompactionItem(id=new_id())
         events: list[Event] = [ItemAdded(output_index=0, item=self._item)]
@@ -53,7 +53,7 @@ class CompactingWriter(ResponseWriter):
         return b"".join(super()._encoded([ItemDone(output_index=0, item=self._item)]))
 
     def alone(self) -> ResponseBody:
-        """Return the complete response that has no other output."""
+        """Return the complete response, whose only output is the compaction item."""
         usage = Usage() if self._compaction is None else self._compaction.spent
         response = self._ended("completed", usage)
         self._keep(response, ())
@@ -76,9 +76,10 @@ class CompactingWriter(ResponseWriter):
 
 
 class CompactingReply(Reply):
-    """A reply that first compacts the conversation. The client may leave during that.
+    """A reply that first compacts the conversation; the client may leave during the compaction.
 
-    ``proceed`` submits the shorter conversation; None: the response has no other output.
+    ``proceed`` submits the shorter conversation; if it is None, the compaction item is the only
+    output.
     """
 
     def __init__(

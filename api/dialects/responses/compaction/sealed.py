@@ -1,4 +1,4 @@
-"""Compaction items: what they contain, and the conversation that they leave."""
+"""Compaction items: sealed summaries that replace the items before them."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ TOOLS, FOUND = "additional_tools", "tool_search_output"
 
 
 class Compacted(Struct, kw_only=True, omit_defaults=True):
-    """The content of a compaction item, which stands for all items before it.
+    """The sealed content of a compaction item, which replaces all items before it.
 
-    ``lead``: the system messages and tools of the conversation. ``tail``: its last turn.
-    ``keeps_users``: of the items before the compaction item, user messages remain.
+    ``lead``: the system messages and tools of the conversation. ``tail``: its last turn, if it is
+    kept. ``keeps_users``: the user's messages before the compaction item are kept.
     """
 
     summary: str
@@ -50,7 +50,7 @@ def new_id() -> str:
 
 
 def in_effect(thread: Thread, seal: Seal, owner: Owner) -> Thread:
-    """Return the thread with its last compaction item replaced by what the item stands for.
+    """Return the thread with its last compaction item, and all before it, replaced by its content.
 
     Raises `InvalidRequest` for an item whose content was altered or sealed by another server.
     """
@@ -64,7 +64,7 @@ def in_effect(thread: Thread, seal: Seal, owner: Owner) -> Thread:
     compacted = _decode(opened(seal, owner, item.encrypted_content, path))
     rest = list(thread.items[at + 1 :])
     if isinstance(item, AnswerItem) and rest:
-        # The token ids of a stored answer belong to the items after its compaction item.
+        # The first item of a stored answer has its token ids, which do not include the compaction.
         rest[0] = AnswerItem(**msgspec.structs.asdict(rest[0]), answer_ids=item.answer_ids)
     later = Thread(rest, thread.paths[at + 1 :])
     before = Thread(thread.items[:at], thread.paths[:at])
@@ -72,9 +72,10 @@ def in_effect(thread: Thread, seal: Seal, owner: Owner) -> Thread:
 
 
 def replaced(compacted: Compacted, before: Thread, later: Thread, *, path: str) -> Thread:
-    """Return a thread in which a summary replaces the items ``before``.
+    """Return a thread in which the content of a compaction item replaces the items ``before``.
 
-    ``path``: the path of the items that are read from the compaction item.
+    ``later``: the items after the compaction item. ``path``: path of the compaction item in the
+    body.
     """
     summary = Item(type="message", role="user", content=summary_text(compacted.summary))
     users = user_messages(before) if compacted.keeps_users else Thread([], [])
@@ -94,9 +95,10 @@ def user_messages(thread: Thread) -> Thread:
 
 
 def lead_of(items: Sequence[Item], end: int) -> list[Item]:
-    """Return what every prompt of a conversation begins with: system messages and tools.
+    """Return the system messages and tools with which every prompt of a conversation begins.
 
-    Tools are those that the first ``end`` items added, and system messages those before all others.
+    These are the system messages before all other items, and the tools that the first ``end`` items
+    added.
     """
     lead = list(takewhile(_is_system, items))
     for item in items[:end]:
@@ -108,21 +110,21 @@ def lead_of(items: Sequence[Item], end: int) -> list[Item]:
 def last_turn(items: Sequence[Item]) -> int:
     """Return the index of the first item of the last turn.
 
-    It is the last message of the user, or the calls whose results end the conversation, with the
-    text and the reasoning before them.
+    The last turn is the last message of the user, or the calls whose results end the conversation,
+    with the text and the reasoning before them.
     """
     at = len(items)
     while at and _is_result(items[at - 1]):
         at -= 1
-    if at == len(items) and at and not _is_said(items[at - 1]):
+    if at == len(items) and at and not _is_generated(items[at - 1]):
         return at - 1
-    while at and _is_said(items[at - 1]):
+    while at and _is_generated(items[at - 1]):
         at -= 1
     return at
 
 
 def has_more(items: Sequence[Item]) -> bool:
-    """Whether these items contain anything besides system messages, tools and summaries."""
+    """Whether items contain anything besides system messages, tools and summaries."""
     return not all(_is_system(each) or _is_summary(each) or each.type == TOOLS for each in items)
 
 
@@ -139,7 +141,7 @@ def _is_result(item: Item) -> bool:
     return kind.endswith("_call_output") or kind == FOUND
 
 
-def _is_said(item: Item) -> bool:
+def _is_generated(item: Item) -> bool:
     """Whether the model generated the item."""
     kind = item.type or ""
     is_message = kind == "message" and item.role == "assistant"
