@@ -69,7 +69,7 @@ class Operation:
     events: Any = None  # type of the data of one event, for ``stream: true``
     events_media: str = ""
     errors: Sequence[int] = ()  # statuses in addition to the ones that every route has
-    outage: Any = None  # body of a 503 that is not an error
+    outage: Any = None  # type of a 503's body, for routes whose 503 has no error body
     is_operators: bool = False  # requires an admin key if admin keys are configured
 
 

@@ -123,7 +123,7 @@ class RefusedFields(RefusedSampling, kw_only=True):
     echo: Off = None
     suffix: Empty = None
     safe_prompt: Off = None
-    # fields of images and audio
+    # other servers' fields for audio, images and video
     audio: Absent = None
     mm_processor_kwargs: Empty = None
     media_io_kwargs: Empty = None

@@ -113,7 +113,7 @@ def _shares_experts(config: DecoderConfig, comm: Comm, read: Read | None) -> boo
         if reason and spec.count % comm.size:
             count = f"{config.model_type} has {spec.count} experts"
             raise _refused(
-                f"{count}, which {comm.size} ranks cannot share evenly, nor each expert: {reason}"
+                f"{count}: {comm.size} ranks cannot share them evenly, nor split each ({reason})"
             )
         if reason:
             return True

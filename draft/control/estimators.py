@@ -154,7 +154,7 @@ class AcceptanceModel:
         curve.scores.append((num_hits, num_hits + missed))
 
     def _adjustment(self, request_id: str, source: str) -> _Adjustment:
-        """Return the record of a source's hazard for one request; create it on first use."""
+        """Return how one request's hazard for a source differs; create the record on first use."""
         by_source = self._adjustments.setdefault(request_id, {})
         adjustment = by_source.get(source)
         if adjustment is None:

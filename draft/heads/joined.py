@@ -40,8 +40,9 @@ NUM_DRAWN, NUM_SCORED = 32, 64
 class JoinedHead:
     """A head that is packed for its target; it makes KV pools and proposers.
 
-    Only the parts of the module that are not packed are kept. ``gaps``: initial parameters of the
-    proposers' gap models, for greedy (False) and sampled (True) requests.
+    Only the parts of the module that are not packed are kept. ``gaps``: initial parameters of
+    each proposer's `GapModel`, which estimates from the scores whether a candidate is accepted, for
+    greedy (False) and sampled (True) requests.
     """
 
     def __init__(

@@ -58,7 +58,7 @@ def inputs_kernel(
     decay_ptr,  # [HEADS] float32
     dt_bias_ptr,  # [HEADS] float32
     tails_ptr,  # the layer's inputs in slot 0
-    log_inputs_ptr,  # the layer's inputs in log 0
+    log_inputs_ptr,  # the layer's inputs of rows not committed yet: log 0 of the pool
     log_c_ptr,  # c in log 0, float32
     x_ptr,  # [T, CHANNELS] float32, written: q, k and v
     c_ptr,  # [T, HEADS] float32, written: sum of the log decays since the page's start
@@ -159,7 +159,7 @@ def short_conv_kernel(
     taps_ptr,  # [CHANNELS, TAPS] float32
     taps_bias_ptr,  # [CHANNELS] float32, read where HAS_BIAS
     tails_ptr,  # the layer's inputs in slot 0
-    log_inputs_ptr,  # the layer's inputs in log 0
+    log_inputs_ptr,  # the layer's inputs of rows not committed yet: log 0 of the pool
     out_ptr,  # [T, CHANNELS], written
     rows_ptr,
     segments_ptr,
@@ -201,7 +201,7 @@ def short_conv_kernel(
 def keep_inputs_kernel(
     mixed_ptr,  # [T, STRIDE]
     tails_ptr,  # the layer's inputs in slot 0; written
-    log_inputs_ptr,  # the layer's inputs in log 0; written
+    log_inputs_ptr,  # the layer's inputs of rows not committed yet: log 0 of the pool; written
     segments_ptr,
     keeps_ptr,
     at_ptr,

@@ -104,7 +104,7 @@ void ft_add_rows(const void *x, void *residual, float factor, int64_t rows, int6
 enum { FT_SILU = 0, FT_GELU_TANH = 1, FT_CLAMPED_SWIGLU = 2, FT_RELU2 = 3 };
 typedef struct {
     int32_t kind;
-    int32_t gated; /* whether a row has a gate, then a factor */
+    int32_t gated; /* whether each row holds the values of a gate before its own */
     float limit;   /* bound of the clamped kind, which is always gated */
 } ft_activation;
 

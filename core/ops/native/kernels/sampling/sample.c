@@ -39,7 +39,7 @@ typedef struct {
     const ft_walk *walks;
     const int64_t *drafts;
     int64_t *tokens;     /* [rows] out: a token or FT_NOT_FINITE, FT_ALL_BANNED */
-    int64_t *num_results; /* [walks] out: number of tokens written, an error included */
+    int64_t *num_results; /* [walks] out: number of tokens written; an error counts as one */
     int64_t num_best;    /* 0: choose one token per row; else best tokens of each walk's only row */
     float *scores;       /* [rows, num_best] out; `tokens` then has this shape, too */
     atomic_int failed;   /* set when a thread has no memory */
