@@ -16,7 +16,7 @@ from foretoken.bench.lab.request_walk import PACKAGES, ROOT, Calls, Walk, functi
 
 pytestmark = pytest.mark.slow
 PAGE = ROOT / "docs" / "architecture.md"
-ONLY_FOR_TREES = {"KVPool.copy_slots"}
+ONLY_FOR_TREES = {"KVPool.copy_slots", "StepTrees.template"}
 
 CODE = """
 import json, sys

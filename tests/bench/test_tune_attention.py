@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
 # Wherever torch and transformers are installed.
-WITH_THEM = {"typing_extensions", "tokenizers", "huggingface_hub", "tqdm", "yaml", "h11"}
+WITH_THEM = {"typing_extensions", "tokenizers", "huggingface_hub", "tqdm", "yaml", "h11", "regex"}
 MODULES = {"huggingface-hub": "huggingface_hub", "prometheus-client": "prometheus_client"}
 MODULES |= {"PyYAML": "yaml"}
 STAGES = ["check", "equality", "decode", "prefill", "speculation", "drafts"]

@@ -305,7 +305,11 @@ _CONFIGS: dict[str, dict[str, Any]] = {
             {"layer_types": ["full_attention", "mamba"] * 4},
             "layer_types has 'mamba', which is not one of full_attention, linear_attention",
         ),
-        ("qwen3_5_text", {"layer_types": ["full_attention"]}, "layer_types must list 8 kinds of"),
+        (
+            "qwen3_5_text",
+            {"layer_types": ["full_attention"]},
+            "layer_types must be a list of 8 names from",
+        ),
         (
             "qwen3_5_text",
             {"layer_types": ["linear_attention"] * 8},
@@ -389,7 +393,7 @@ _CONFIGS: dict[str, dict[str, Any]] = {
             {"layer_types": ["conv", "mamba"] * 4},
             "layer_types has 'mamba', which is not one of full_attention, conv",
         ),
-        ("lfm2", {"layer_types": ["full_attention"]}, "layer_types must list 8 kinds of"),
+        ("lfm2", {"layer_types": ["full_attention"]}, "layer_types must be a list of 8 names from"),
         (
             "lfm2",
             {"layer_types": None, "full_attn_idxs": [8]},
@@ -403,7 +407,11 @@ _CONFIGS: dict[str, dict[str, Any]] = {
             {"layer_types": ["full_attention", "mamba"] * 4},
             "layer_types has 'mamba', which is not one of full_attention, linear_attention",
         ),
-        ("minimax", {"layer_types": ["full_attention"]}, "layer_types must list 8 kinds of"),
+        (
+            "minimax",
+            {"layer_types": ["full_attention"]},
+            "layer_types must be a list of 8 names from",
+        ),
         ("minimax", {"layer_types": ["linear_attention"] * 8}, "at least one full_attention"),
     ],
 )

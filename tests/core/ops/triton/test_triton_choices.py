@@ -260,26 +260,33 @@ def test_a_draft_models_tokens_are_chosen_in_the_graph(twins: Twins) -> None:
         found.append([list(draft.token_ids) for draft in proposer.propose(rows)])
         assert twins.num_behind == 0
     assert found[0] == found[1]
+    assert survivals[0] == pytest.approx(survivals[1], abs=1e-5)
     assert [len(token_ids) for token_ids in found[0]] == [3, 3]
 
 
 def test_trees_of_a_draft_model_are_the_same_over_graphs_and_without(twins: Twins) -> None:
-    """A pass of a level is a graph that leaves the logits; the best few are raced for behind it."""
+    """A pass of a level is a graph that leaves the logits; the best few are raced for behind it.
+
+    Passes that are launched ahead have other sizes than those that are read one by one, so scores
+    differ in their last bits.
+    """
     rows = [
         replace(row(name), draft_plan=DraftPlan(max_draft=5), spare_page_ids=array("q", [40 + at]))
         for at, name in enumerate(("drawn", "cut"))
     ]
-    found = []
+    found, survivals = [], []
     for runner in twins.runners:
         before = twins.graphs.num_replayed
         proposer = LmProposer(runner.decoder, make_pool(runner.decoder))
         drafts = proposer.propose(rows)
-        found.append([(list(each.token_ids), list(each.parents), each.survival) for each in drafts])
+        found.append([(list(each.token_ids), list(each.parents)) for each in drafts])
+        survivals.append([probability for each in drafts for probability in each.survival])
         num_passes = (
             max(len(each.note.pass_rows) for each in drafts) if runner is twins.runners[0] else 0
         )
         assert twins.graphs.num_replayed - before == num_passes
     assert found[0] == found[1]
+    assert survivals[0] == pytest.approx(survivals[1], abs=1e-5)
     assert any(parents for _, parents, _ in found[0]), "a tree"
     assert all(len(token_ids) == 5 for token_ids, *_ in found[0])
 
@@ -329,9 +336,10 @@ def test_what_a_pass_left_in_a_packet_is_nobodys_in_the_next() -> None:
 
 
 def test_a_run_of_draws_is_told_as_its_places_would_be_one_by_one() -> None:
-    """With a tail before the first, as a draft model's have."""
+    """With a tail before the first, as rows of a draft model have."""
     first, second = row_of(1, top_k=3), replace(row_of(2, temperature=0.5, min_p=0.1), draft=[7, 8])
-    told = write_plain_controls(SamplingPlan([first, second], [1, 3]), 40)
+    last = replace(second, draft=[7, 8, 1, 2])
+    told = write_plain_controls(SamplingPlan([first, last], [1, 3]), 40)
     tails = [(), (), (1,), (1, 2)]
     rows = [
         replace(row, draft=(*row.draft, *tail))

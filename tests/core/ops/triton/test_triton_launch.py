@@ -262,7 +262,7 @@ def test_a_launch_that_cannot_follow_the_one_before_is_refused(lab: Lab) -> None
     ):
         with pytest.raises(ValueError, match="may yield several tokens per request"):
             lab.runner.launch(behind, lab.runner.launch(plan))
-    with pytest.raises(ValueError, match="is not running"):
+    with pytest.raises(ValueError, match="was not launched here"):
         lab.runner.launch(behind)
     reading = replace(behind, requests=[replace(behind.requests[0], sampling=reads)])
     with pytest.raises(ValueError, match="needs its token history"):
