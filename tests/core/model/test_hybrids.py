@@ -308,7 +308,7 @@ _CONFIGS: dict[str, dict[str, Any]] = {
         (
             "qwen3_5_text",
             {"layer_types": ["full_attention"]},
-            "layer_types must be a list of 8 names from",
+            "layer_types must be a list of 8",
         ),
         (
             "qwen3_5_text",
@@ -393,7 +393,7 @@ _CONFIGS: dict[str, dict[str, Any]] = {
             {"layer_types": ["conv", "mamba"] * 4},
             "layer_types has 'mamba', which is not one of full_attention, conv",
         ),
-        ("lfm2", {"layer_types": ["full_attention"]}, "layer_types must be a list of 8 names from"),
+        ("lfm2", {"layer_types": ["full_attention"]}, "layer_types must be a list of 8"),
         (
             "lfm2",
             {"layer_types": None, "full_attn_idxs": [8]},
@@ -410,7 +410,7 @@ _CONFIGS: dict[str, dict[str, Any]] = {
         (
             "minimax",
             {"layer_types": ["full_attention"]},
-            "layer_types must be a list of 8 names from",
+            "layer_types must be a list of 8",
         ),
         ("minimax", {"layer_types": ["linear_attention"] * 8}, "at least one full_attention"),
     ],

@@ -260,7 +260,6 @@ def test_a_draft_models_tokens_are_chosen_in_the_graph(twins: Twins) -> None:
         found.append([list(draft.token_ids) for draft in proposer.propose(rows)])
         assert twins.num_behind == 0
     assert found[0] == found[1]
-    assert survivals[0] == pytest.approx(survivals[1], abs=1e-5)
     assert [len(token_ids) for token_ids in found[0]] == [3, 3]
 
 
