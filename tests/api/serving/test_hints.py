@@ -79,6 +79,14 @@ def test_retained_tokens_are_pinned(send, engine, path: str) -> None:
 
 
 @pytest.mark.parametrize("path", BODIES)
+def test_a_few_of_many_retained_prefixes_are_pinned(send, engine, path: str) -> None:
+    ends = [{"end": end, "priority": 1, "duration": 60} for end in range(1, 17)]
+    hints = retained({"end": 15, "priority": 1, "duration": 90}, *ends[::-1])
+    send(path, kv_hints=hints).raise_for_status()
+    assert pins(engine.requests[-1]) == [(13, 60.0), (14, 60.0), (15, 90.0), (16, 60.0)]
+
+
+@pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -98,6 +106,7 @@ def test_retained_tokens_are_pinned(send, engine, path: str) -> None:
             {"kv_hints": retained({"priority": 101})},
             "kv_hints.actions[0].payload.directives[0].priority",
         ),
+        ({"kv_hints": retained(*[{"priority": 1}] * 33)}, "kv_hints"),
         (
             {"kv_hints": retained({"priority": 1}, {"priority": 1, "start": 4, "end": 4})},
             "kv_hints.actions[0].payload.directives[1].end",

@@ -9,7 +9,7 @@ import pytest
 
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.interface.output import RequestOutput, StepOutput
-from foretoken.core.interface.request import CacheOptions, Pin, Request
+from foretoken.core.interface.request import MAX_PINS, CacheOptions, Pin, Request
 from support.fake_model import VOCAB_SIZE, Driver, FakeRunner, answer, make_request, make_scheduler
 
 PRIVATE = CacheOptions(read=False, write=False)
@@ -277,6 +277,13 @@ def test_a_shared_beginning_with_different_ends_is_computed_once() -> None:
     serve(driver, *branches)
     assert driver.runner.num_computed == 40 + 6 * 7
     assert sum(b.prompt_len - b.usage.cached_tokens for b in branches) == 40 + 6 * 7
+
+
+def test_too_many_pins_are_refused() -> None:
+    pins = tuple(Pin(length + 1, 1.0) for length in range(MAX_PINS + 1))
+    assert len(CacheOptions(pins=pins[1:]).pins) == MAX_PINS
+    with pytest.raises(InvalidRequest):
+        CacheOptions(pins=pins)
 
 
 @pytest.mark.parametrize(("num_tokens", "ttl"), [(0, 1.0), (1, 0.0), (1, float("nan")), (1, 1e9)])
