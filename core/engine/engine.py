@@ -214,7 +214,11 @@ class Engine:
         """Fit the pin of a session's last turn to what the session waits for; see `PrefixCache`."""
         cache = self.scheduler.cache
         cache.tick(self._clock())
-        cache.expect(session, label, namespace=namespace)
+        own = session, namespace
+        is_running = any(
+            (each.cache.session, each.namespace) == own for each in self.scheduler.running.values()
+        )
+        cache.expect(session, label, namespace=namespace, is_running=is_running)
 
     # Only `audit` waits. The other methods below are coroutines, too, because an engine in another
     # process has the same interface.

@@ -40,10 +40,10 @@ from .leases import (
     acquire_kv,
     allocate_draft_pages,
     awaits_prefix,
+    end_turn,
     hold_prompt,
     num_uncached_tokens,
     pin_prompt,
-    pin_session,
     publish,
     release_kv,
     would_fit,
@@ -625,11 +625,10 @@ class Scheduler:
         return delta
 
     def _finish(self, request: Request, delta: Delta, now: float, *, keep: bool = True) -> Delta:
+        num_computed = 0
         if request.status is RequestStatus.RUNNING:
-            num_computed = request.num_computed
+            num_computed = request.num_computed if keep else 0
             self._release(request, keep=keep)
-            if keep:
-                pin_session(self.cache, request, num_computed)
             if request.transfer.hands_over and delta.finish_reason in (
                 FinishReason.STOP,
                 FinishReason.LENGTH,
@@ -637,6 +636,7 @@ class Scheduler:
                 hold_prompt(self.cache, request)
         elif self.page_loads is not None:
             self.page_loads.forget(request)
+        end_turn(self.cache, request, num_computed)
         self.request_table.discard(request)
         self.speculator.leave(request)
         request.usage.total_time = now - request.arrival_time
