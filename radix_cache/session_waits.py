@@ -120,7 +120,7 @@ class SessionWaits:
             self._times.move_to_end((namespace, label))
             if len(self._times) > MAX_LABELS:
                 self._times.popitem(last=False)
-        own[label] = own.pop(label, None) or deque(maxlen=PER_SESSION)
+        own[label] = own.pop(label, deque[float](maxlen=PER_SESSION))
         own[label].append(seconds)
         if len(own) > OWN_LABELS:
             del own[next(iter(own))]

@@ -20,6 +20,7 @@ from .conversation.tools import plain_call
 from .preprocess import PromptTokens
 
 logger = logging.getLogger(__name__)
+MAX_TASKS = 64  # next turns that are computed at a time; others are not computed in advance
 MARKS = "\x01", "\x02"  # two contents of the last message: prompts are equal up to it
 
 
@@ -44,7 +45,9 @@ class NextTurns:
         """Return a function that takes the answer to a conversation and starts the task."""
 
         def begin(choice: Choice) -> None:
-            if choice.finish_reason != "abort":
+            if choice.finish_reason == "abort":
+                return
+            if len(self._tasks) < MAX_TASKS:
                 task = asyncio.create_task(self._warm(chat, choice))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
@@ -59,7 +62,13 @@ class NextTurns:
         """
         context = CONTEXT.get()
         if context is not None:  # the request itself has ended
-            CONTEXT.set(RequestContext(context.scope, caller=context.caller))
+            own = RequestContext(
+                context.scope,
+                caller=context.caller,
+                in_batch=context.in_batch,
+                adapter=context.adapter,
+            )
+            CONTEXT.set(own)
         try:
             chat = _answered(chat, choice)
             one, other = [await self._rendered(chat, choice, mark) for mark in MARKS]

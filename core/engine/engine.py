@@ -247,7 +247,7 @@ class Engine:
 
     async def end_session(self, session: str) -> bool:
         """Unpin a session's pages and let them be evicted first; return whether it had any."""
-        return self.scheduler.end_session(session)
+        return self.scheduler.end_session(session, self._inbox.arrived)
 
     async def cache_info(self, namespace: str | None = None) -> dict[str, object]:
         """Return occupancy and hits of the prefix cache and its tiers, in pages and tokens.

@@ -536,13 +536,15 @@ class Scheduler:
             num_pages = self.cache.flush_prefix(tokens, namespace=namespace)
         return num_pages
 
-    def end_session(self, session: str) -> bool:
+    def end_session(self, session: str, arrived: Iterable[Request] = ()) -> bool:
         """End a session, and let its pages be evicted first; return whether it had pages.
 
-        Turns of the session that have not ended give up their pages when they end.
+        Turns of the session that have not ended give up their pages when they end. ``arrived``:
+        requests that were not added yet.
         """
-        for request in self.request_table.of_session(session):
-            request.cache = replace(request.cache, ends_session=True)
+        for request in (*self.request_table.of_session(session), *arrived):
+            if request.cache.session == session:
+                request.cache = replace(request.cache, ends_session=True)
         return self.cache.end_session(session)
 
     # -- commit ---------------------------------------------------------------------------------

@@ -28,7 +28,8 @@ def send(server, say) -> Callable[..., httpx.Response]:
     say("ok")
 
     def post(path: str = "/v1/chat/completions", **fields: Any) -> httpx.Response:
-        return httpx.post(server.url + path, json={**BODIES[path], **fields})
+        headers = fields.pop("headers", {})
+        return httpx.post(server.url + path, json={**BODIES[path], **fields}, headers=headers)
 
     return post
 
@@ -151,3 +152,12 @@ def test_the_next_turn_is_computed_up_to_its_message(
     assert warmed.cache.session == first.cache.session
     send(path, stream=stream).raise_for_status()
     assert len(engine.requests) == 3
+
+
+@pytest.mark.parametrize("path", CHATS)
+def test_no_next_turn_of_a_session_that_ends_is_computed(send, engine, path: str) -> None:
+    hints = {"agent_hints": {"speculative_prefill": True}}
+    send(path, nvext=hints, headers={"x-session-id": "a", "x-session-close": "1"})
+    send(path, nvext=hints, headers={"x-session-id": "a"})
+    assert all(engine.submitted.acquire(timeout=SECONDS) for _ in range(3))
+    assert [each.sampling.generates for each in engine.requests] == [True, True, False]
