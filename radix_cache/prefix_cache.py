@@ -446,7 +446,7 @@ class PrefixCache:
         """Predict the next turn of a session by the label of its wait, and fit its pin to that.
 
         ``label`` names a kind of wait, such as a tool. ``is_running``: whether a turn of the
-        session is running, so that the label may be that of the next wait. Unknown sessions are
+        session is running, so that the label may belong to the next wait. Unknown sessions are
         ignored. It takes as long as `PinnedPrefixes.expect`.
         """
         self.pins.expect((namespace, session), label, is_running=is_running)

@@ -129,8 +129,8 @@ class SessionWaits:
         """Record what a session waits for; return how long to keep its pages, in seconds.
 
         0 means that keeping them would be in vain, and None that the session is unknown or its wait
-        has a label. Then the label is that of the next wait if a turn ``is_running``, and is
-        ignored otherwise. O(times log times).
+        has a label already. Then the label belongs to the next wait if a turn ``is_running``, and
+        is ignored otherwise. O(times log times).
         """
         waiting = self._sessions.get(session)
         if waiting is None:

@@ -187,7 +187,7 @@ def session_key(name: str | None) -> str | None:
 
 
 def caller_key(name: str) -> str:
-    """Return a key for a name that the caller gave to something, other than that of all others."""
+    """Return the key of a name that the caller gave. Other callers have other keys for it."""
     return hashlib.sha256(caller() + name.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 

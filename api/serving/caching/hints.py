@@ -89,8 +89,9 @@ def hinted_pins(hints: KvHints | None) -> tuple[Pin, ...]:
     if len(found) > MAX_RETAINED:
         message = f"kv_hints may retain at most {MAX_RETAINED} parts of a prompt, not {len(found)}"
         raise InvalidRequest(message, param="kv_hints")
+    # The longest time of equal prefixes replaces the shorter ones.
     found.sort(key=lambda pin: (pin.num_tokens, pin.ttl))
-    longest = {pin.num_tokens: pin for pin in found}  # of equal prefixes, the longest time
+    longest = {pin.num_tokens: pin for pin in found}
     return tuple(longest.values())[-MAX_HINTED:]
 
 
