@@ -211,24 +211,34 @@ class PinnedPrefixes:
         while len(self._sessions) > self.total_quota:
             self._end_a_session()
 
-    def expect(self, session: Session, label: str) -> None:
-        """Fit the time of a session's newest pin to earlier waits with the same label.
+    def expect(self, session: Session, label: str, *, is_running: bool = False) -> None:
+        """Fit the time of a session's newest pin to what the session waits for.
 
-        If all these waits were longer than ``session_ttl``, the pin is removed, and its pages are
-        evicted first. O(depth + log n), plus the time of `SessionWaits.expect`.
+        If no wait of this kind was as short as `session_ttl`, the session leaves the pin. A pin of
+        several sessions is never shortened. O(depth + log n), plus the time of
+        `SessionWaits.expect`, which explains ``is_running``.
         """
-        ttl = self.waits.expect(session, label)
+        ttl = self.waits.expect(session, label, is_running=is_running)
         if ttl is None:
             return
         pins = self._sessions.get(session)
         if not pins:
-            if not ttl:
+            if not ttl and self.waits.is_own(session):
                 self.waiting.retire(session)
-        elif not pins[-1].is_asked:
-            pins[-1].ttl = ttl
-            self._renew(pins[-1])
-            if not ttl:
-                self._let_go(pins[-1])
+            return
+        newest, is_shared = pins[-1], len(pins[-1].sessions) > 1
+        if newest.is_asked:
+            return
+        if ttl:
+            newest.ttl = max(newest.ttl, ttl) if is_shared else ttl
+            self._renew(newest)
+        elif is_shared:
+            newest.sessions.remove(session)
+            pins.remove(newest)
+            if not pins:
+                self._forget(session)
+        else:
+            self._end(newest)
 
     def end_session(self, name: str) -> bool:
         """End a session in all namespaces; return whether any had pages of it.
@@ -244,8 +254,7 @@ class PinnedPrefixes:
             for pinned in self._forget(session):
                 if self._leave(session, pinned):
                     self._let_go(pinned)
-        for session in (*waiting, *ended):
-            self.waits.end(session)
+        self.waits.end(name)
         return bool(waiting or ended)
 
     def _end_a_session(self) -> None:
@@ -291,9 +300,7 @@ class PinnedPrefixes:
         whose pages are borrowed, or that are under a longer pin, are passed over in O(1) each.
         """
         pins = chain(self._by_worth(), self._unasked.all, self._asked.all)
-        pinned = next(pin for pin in pins if pin.lock.node.ref_count == 1)
-        self.num_session_yields += not pinned.is_asked
-        self._end(pinned)
+        self._give_way(next(pin for pin in pins if pin.lock.node.ref_count == 1))
 
     def _by_worth(self) -> Iterator[PinnedPrefix]:
         """Iterate over pins that only sessions have, the least worth first.
@@ -303,14 +310,15 @@ class PinnedPrefixes:
         if not self.waits.predicts:
             return iter(())
         pins = self._unasked.all
-        return self._ranking.least_first(pins, pins, self._worth, self.now)
+        return self._ranking.least_first(lambda: pins, pins, self._worth, self.now)
 
     def _worth(self, pinned: PinnedPrefix) -> float:
         return max(self.waits.worth(session, self.now) for session in pinned.sessions)
 
     def _end(self, pinned: PinnedPrefix) -> None:
-        """Remove a pin. If waits are predicted and only sessions had it, evict its pages first."""
-        (self._let_go if self.waits.predicts else self._drop)(pinned)
+        """Remove a pin; its pages go first if its sessions' own times predicted the end."""
+        is_own = pinned.sessions and all(map(self.waits.is_own, pinned.sessions))
+        (self._let_go if is_own else self._set_aside)(pinned)
 
     def _let_go(self, pinned: PinnedPrefix) -> None:
         """Remove a pin. If only sessions had it, its pages are evicted first."""
@@ -426,6 +434,10 @@ class PinnedPrefixes:
 
     def _give_way(self, pinned: PinnedPrefix) -> None:
         self.num_session_yields += not pinned.is_asked
+        self._set_aside(pinned)
+
+    def _set_aside(self, pinned: PinnedPrefix) -> None:
+        """Remove a pin; its sessions wait without it."""
         for session in pinned.sessions:
             self.waiting.add(session, pinned.lock.node)
         self._drop(pinned)

@@ -418,29 +418,38 @@ class PrefixCache:
         Only full cached pages within the namespace's quota are pinned. Pins of the session's
         earlier turns that this turn continues are removed. A pin that a request asked for is never
         removed. ``began``: time when the turn began to read the cache, by which later waits of the
-        session are predicted. O(num_tokens + depth), plus the time of `PinnedPrefixes.keep`.
+        session are predicted; None for a prompt that is computed before its turn, which ends no
+        wait. O(num_tokens + depth), plus the time of `PinnedPrefixes.keep`.
         """
-        match = self._pinnable(tokens, num_tokens, namespace)
-        if match.num_tokens and self.session_ttl:
-            self.pins.keep(match, self.session_ttl, session)
-            whole = self.tree.match(tokens, namespace=namespace, limit=num_tokens)
-            if whole.num_tokens > match.num_tokens and whole.node is not None:
-                # The quota does not allow to pin all pages of the turn.
-                self.pins.waiting.add((namespace, session), whole.node)
-            now = self.pins.now
-            self.pins.waiting.mark(now)
-            began = now if began is None else began
-            label = self.pins.waits.turn((namespace, session), began, now)
+        match, name = self._pinnable(tokens, num_tokens, namespace), (namespace, session)
+        ttl = self.pins.waits.ttl(name) if began is None else self.session_ttl
+        if not match.num_tokens or not ttl:
+            return
+        self.pins.keep(match, ttl, session)
+        whole = self.tree.match(tokens, namespace=namespace, limit=num_tokens)
+        if whole.num_tokens > match.num_tokens and whole.node is not None:
+            self.pins.waiting.add(name, whole.node)  # longer than the quota
+        self.pins.waiting.mark(self.pins.now)
+        if began is not None:
+            label = self.pins.waits.turn(name, began, self.pins.now)
             if label is not None:
-                self.pins.expect((namespace, session), label)
+                self.pins.expect(name, label)
 
-    def expect(self, session: str, label: str, *, namespace: str | None = None) -> None:
-        """Predict a session's next turn by the label of its wait, and fit the time of its pin.
+    def expect(
+        self,
+        session: str,
+        label: str,
+        *,
+        namespace: str | None = None,
+        is_running: bool = False,
+    ) -> None:
+        """Predict the next turn of a session by the label of its wait, and fit its pin to that.
 
-        ``label`` names a kind of wait, such as a tool. Unknown sessions are ignored. For the time
-        that this takes, see `PinnedPrefixes.expect`.
+        ``label`` names a kind of wait, such as a tool. ``is_running``: whether a turn of the
+        session is running, so that the label may belong to the next wait. Unknown sessions are
+        ignored. It takes as long as `PinnedPrefixes.expect`.
         """
-        self.pins.expect((namespace, session), label)
+        self.pins.expect((namespace, session), label, is_running=is_running)
 
     def end_session(self, session: str) -> bool:
         """Unpin the pages of a session in all namespaces, and let them be evicted first.
@@ -448,6 +457,15 @@ class PrefixCache:
         Return whether the session had any pages. O(sessions + depth).
         """
         return self.pins.end_session(session)
+
+    def retire(self, tokens: array[int], num_tokens: int, *, namespace: str | None = None) -> None:
+        """Let the cached pages of the first ``num_tokens`` be evicted first.
+
+        Pages that are in use, are pinned or begin other prompts are not changed. O(num_tokens).
+        """
+        match = self.tree.match(tokens, namespace=namespace, limit=num_tokens)
+        if match.node is not None and match.num_node_pages == len(match.node.page_ids):
+            self.tree.retire(match.node)
 
     def _pinnable(self, tokens: array[int], num_tokens: int, namespace: str | None) -> Match:
         limit = min(num_tokens, self.pins.quota * self.page_size)

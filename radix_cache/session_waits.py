@@ -1,8 +1,9 @@
 """How long sessions wait between two turns, and what their pages are worth until the next turn.
 
-A turn of an agent mostly ends with the call of a tool, and the next turn has the result. So the
-time of the next turn is predicted from the times that earlier calls of the same tool took, in this
-session and in all sessions of the process. Callers name tools by labels of their choice.
+A turn of an agent mostly ends with the call of a tool, and the next turn brings the result. So the
+next turn is predicted from the times that calls of the same tool took before: in this session, and
+in all sessions of its namespace. Tools are known by labels, which mean nothing to this package. The
+label "" stands for a person, whose times predict only waits of the same session.
 
 The worth of a page is the hit density of LHD (Beckmann et al., NSDI 2018): the chance that the next
 turn reads the page, divided by the seconds for which the page must be kept until then. Continuum
@@ -15,21 +16,23 @@ from bisect import bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, islice
+from math import inf
 from typing import Generic, TypeAlias, TypeVar
 
 Item = TypeVar("Item")
 Session: TypeAlias = tuple[str | None, str]
 """Namespace and name of a session."""
 
-LEAST_OBSERVED = 3  # minimum number of observed times to predict a wait
-PER_LABEL, PER_SESSION = 48, 8  # kept times of a label: in total, and of a session
-OWN_WEIGHT = 3  # weight of a time that was observed in the session itself
+LEAST_OBSERVED = 3  # fewest times of a label from which a wait is predicted
+PER_LABEL, PER_SESSION = 48, 8  # latest times of a label that are kept, in all and in one session
+OWN_LABELS = 8  # latest labels of which a session's own times are kept
+OWN_WEIGHT = 3  # weight of a time of the session itself
 MAX_LABELS, MAX_SESSIONS = 1024, 4096
 QUANTILE, MARGIN = 0.95, 1.25  # pages are kept for this quantile of the times, multiplied by 1.25
 LEAST_TTL = 1.0  # seconds
-SHORTEST = 0.05  # seconds; shorter waits are raised to this time
-RANK_SECONDS = 1.0  # time between two sorts by worth
+SHORTEST = 0.05  # seconds; shorter waits count as long as this
+RANK_SECONDS, MAX_RANKED = 1.0, 256  # time between two sorts by worth, and items of a sort
 
 
 class Waits:
@@ -76,6 +79,7 @@ class _Waiting:
     since: float  # time when the wait began, in seconds
     label: str | None = None  # None: the cause of the wait is unknown
     waits: Waits | None = None  # earlier waits with this label; None with too few observations
+    is_own: bool = False  # whether the session's own times suffice for ``waits``
     next_label: str | None = None  # label of the wait after the running turn
     # latest times in this session, by label
     own: dict[str, deque[float]] = field(default_factory=dict)
@@ -92,7 +96,8 @@ class SessionWaits:
     def __init__(self, most: float) -> None:
         self.most = most
         self.predicts = False  # whether any wait was predicted yet
-        self._times: OrderedDict[str, deque[float]] = OrderedDict()
+        # Times by namespace and label.
+        self._times: OrderedDict[tuple[str | None, str], deque[float]] = OrderedDict()
         self._sessions: OrderedDict[Session, _Waiting] = OrderedDict()
 
     def turn(self, session: Session, began: float, now: float) -> str | None:
@@ -104,41 +109,65 @@ class SessionWaits:
         if waiting is None:
             waiting = self._sessions[session] = _Waiting(now)
         elif waiting.label is not None and began >= waiting.since:
-            self._observe(waiting.own, waiting.label, began - waiting.since)
-        waiting.since, waiting.label, waiting.waits = now, None, None
+            self._observe(session[0], waiting.own, waiting.label, began - waiting.since)
+        waiting.since, waiting.label, waiting.waits, waiting.is_own = now, None, None, False
         label, waiting.next_label = waiting.next_label, None
         self._sessions.move_to_end(session)
         if len(self._sessions) > MAX_SESSIONS:
             self._sessions.popitem(last=False)
         return label
 
-    def _observe(self, own: dict[str, deque[float]], label: str, seconds: float) -> None:
-        self._times.setdefault(label, deque(maxlen=PER_LABEL)).append(seconds)
-        self._times.move_to_end(label)
-        if len(self._times) > MAX_LABELS:
-            self._times.popitem(last=False)
-        if label in own or len(own) < PER_SESSION:
-            own.setdefault(label, deque(maxlen=PER_SESSION)).append(seconds)
+    def _observe(
+        self, namespace: str | None, own: dict[str, deque[float]], label: str, seconds: float
+    ) -> None:
+        if label:
+            self._times.setdefault((namespace, label), deque(maxlen=PER_LABEL)).append(seconds)
+            self._times.move_to_end((namespace, label))
+            if len(self._times) > MAX_LABELS:
+                self._times.popitem(last=False)
+        own[label] = own.pop(label, deque[float](maxlen=PER_SESSION))
+        own[label].append(seconds)
+        if len(own) > OWN_LABELS:
+            del own[next(iter(own))]
 
-    def expect(self, session: Session, label: str) -> float | None:
-        """Record what a session waits for; return for how many seconds to keep its pages.
+    def expect(self, session: Session, label: str, *, is_running: bool = False) -> float | None:
+        """Record what a session waits for; return how long to keep its pages, in seconds.
 
-        Return 0 if its wait will be too long to keep the pages, and None if the session is unknown
-        or its turn has not ended. O(times log times).
+        0 means that keeping them would be in vain, and None that the session is unknown or its wait
+        has a label already. Then the label belongs to the next wait if a turn ``is_running``, and
+        is ignored otherwise. O(times log times).
         """
         waiting = self._sessions.get(session)
         if waiting is None:
             return None
         if waiting.label is not None:
-            waiting.next_label = label
+            if is_running:
+                waiting.next_label = label
             return None
         waiting.label = label
-        times = self._times.get(label, ())
-        if len(times) < LEAST_OBSERVED:
+        own = waiting.own.get(label, ())
+        times = self._times.get((session[0], label), ()) if label else own
+        if len(times) >= LEAST_OBSERVED:
+            waiting.waits = Waits([*times, *[*own] * (OWN_WEIGHT - 1)])
+            waiting.is_own, self.predicts = len(own) >= LEAST_OBSERVED, True
+        return self.ttl(session)
+
+    def ttl(self, session: Session) -> float:
+        """Return how long to keep a session's pages from the start of its wait, in seconds."""
+        waiting = self._sessions.get(session)
+        if waiting is None or waiting.waits is None:
             return self.most
-        own = [*waiting.own.get(label, ())] * (OWN_WEIGHT - 1)
-        waiting.waits, self.predicts = Waits([*times, *own]), True
         return waiting.waits.ttl(self.most)
+
+    def is_predicted(self, session: Session) -> bool:
+        """Whether the end of a session's present wait is predicted. O(1)."""
+        waiting = self._sessions.get(session)
+        return waiting is not None and waiting.waits is not None
+
+    def is_own(self, session: Session) -> bool:
+        """Whether the session's own times suffice to predict its present wait. O(1)."""
+        waiting = self._sessions.get(session)
+        return waiting is not None and waiting.is_own
 
     def worth(self, session: Session, now: float) -> float:
         """Return the worth of a page of a session, in hits per second of keeping it. O(times)."""
@@ -147,33 +176,38 @@ class SessionWaits:
             return 1.0 / max(self.most, SHORTEST)
         return waiting.waits.worth(now - waiting.since)
 
-    def end(self, session: Session) -> None:
-        """Forget a session. Unknown sessions are ignored."""
-        self._sessions.pop(session, None)
+    def end(self, name: str) -> None:
+        """Forget a session in all namespaces. O(sessions)."""
+        for session in [each for each in self._sessions if each[1] == name]:
+            del self._sessions[session]
 
 
 class Ranking(Generic[Item]):
     """Items in ascending order of worth; the order is computed again after `RANK_SECONDS`."""
 
     def __init__(self) -> None:
-        self._time = 0.0
+        self._due = -inf  # time of the next sort
         self._items: deque[Item] = deque()
+        self._is_cut = False  # whether the last sort left items out
 
     def least_first(
         self,
-        items: Iterable[Item],
+        items: Callable[[], Iterable[Item]],
         among: Container[Item],
         worth: Callable[[Item], float],
         now: float,
     ) -> Iterator[Item]:
         """Iterate over ``items`` in ascending order of ``worth``.
 
-        The last order is used until it is `RANK_SECONDS` old: items that are no longer in ``among``
-        are left out, and items that are newer than the order are missing. Items of equal worth
-        stay in the order of ``items``. O(n log n) to sort, otherwise O(1) for each item.
+        The item that is worth least comes first; among equals, the first of ``items``. A sort takes
+        the first `MAX_RANKED` of ``items``, which is called only for a sort. Items that are newer
+        than the sort are missing. O(MAX_RANKED) calls of ``worth`` for a sort, else O(1) for each
+        item.
         """
-        if not self._items or now - self._time >= RANK_SECONDS:
-            self._time, self._items = now, deque(sorted(items, key=worth))
         while self._items and self._items[0] not in among:
             self._items.popleft()
+        if now >= self._due or (self._is_cut and not self._items):
+            found = list(islice(items(), MAX_RANKED))
+            self._due, self._is_cut = now + RANK_SECONDS, len(found) == MAX_RANKED
+            self._items = deque(sorted(found, key=worth))
         return (item for item in self._items if item in among)

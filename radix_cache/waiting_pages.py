@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_right
 from collections import OrderedDict
+from collections.abc import Iterator
 
 from .namespaces import FlushedNamespaces
 from .node import Node
@@ -16,11 +17,11 @@ MAX_MARKS = 4096
 
 
 class WaitingPages:
-    """The last pages of sessions that the pin quota leaves unpinned.
+    """The last pages of sessions whose pins ended before the sessions.
 
-    Pages that belong to no session are evicted least recently used first. Such a page is worth
-    1 / n hits per second after n idle seconds. Before it is evicted, the pages of the session that
-    is worth least are evicted if they are worth less than this page.
+    Pages without a prediction are evicted least recently used first. A page that was idle for some
+    seconds is worth one hit for so many seconds of room. Before it is evicted, the pages of a
+    session go whose wait is predicted and that are worth less.
     """
 
     def __init__(self, tree: RadixTree, waits: SessionWaits) -> None:
@@ -36,8 +37,12 @@ class WaitingPages:
         return len(self._nodes)
 
     def sessions(self, name: str) -> list[Session]:
-        """Return the sessions with this name, one for each namespace. O(sessions)."""
-        return [session for session in self._nodes if session[1] == name]
+        """Return the sessions with this name whose pages are cached. O(sessions)."""
+        return [
+            session
+            for session, node in self._nodes.items()
+            if session[1] == name and self._tree.owns(node)
+        ]
 
     def mark(self, now: float) -> None:
         """Record that the tree's clock has its present value at time ``now``. O(1).
@@ -86,7 +91,7 @@ class WaitingPages:
     def evict(self, num_pages: int, now: float) -> array[int]:
         """Evict pages as `RadixTree.evict` does, but pages of waiting sessions in order of worth.
 
-        O(log n) for each leaf, and O(n log n) once in `RANK_SECONDS` to sort the sessions.
+        O(log n) for each leaf, plus O(sessions) once in `RANK_SECONDS` to find those to sort.
         """
         freed = array("q")
         while len(freed) < num_pages and (leaf := self._tree.first_leaf()) is not None:
@@ -107,7 +112,7 @@ class WaitingPages:
     def _retire_least(self, leaf: Node, now: float) -> None:
         """Retire the session whose pages are worth least, if they are worth less than ``leaf``."""
         order = self._ranking.least_first(
-            self._live(), self._nodes, lambda each: self._waits.worth(each, now), now
+            self._predicted, self._nodes, lambda each: self._waits.worth(each, now), now
         )
         session = next(order, None)
         if session is not None and self._waits.worth(session, now) < self._worth(leaf, now):
@@ -116,16 +121,20 @@ class WaitingPages:
     def _worth(self, leaf: Node, now: float) -> float:
         """Return the worth of a leaf's pages, in hits per second of keeping them. O(times)."""
         session = self._sessions.get(leaf)
-        if session is not None:
+        if session is not None and self._waits.is_predicted(session):
             return self._waits.worth(session, now)
         return 1 / max(self._idle(leaf, now), SHORTEST)
 
-    def _live(self) -> list[Session]:
-        """Forget the sessions whose pages were evicted; return all others. O(sessions)."""
+    def _predicted(self) -> Iterator[Session]:
+        """Iterate over the sessions whose wait is predicted, the first added first.
+
+        Sessions whose pages were evicted are forgotten. O(sessions).
+        """
         for session, node in list(self._nodes.items()):
             if not self._tree.owns(node):
                 self.forget(session)
-        return list(self._nodes)
+            elif self._waits.is_predicted(session):
+                yield session
 
     def _idle(self, leaf: Node, now: float) -> float:
         """Return for how many seconds a leaf was not used, computed from the marks. O(log n)."""

@@ -389,7 +389,7 @@ class ChatClient:
         found: list[Callable[[Choice], None]] = []
         if request.cache.session is not None:
             found.append(partial(tell_wait, self._llm.engine, request))
-        if chat.warms_next:
+        if chat.warms_next and not request.cache.ends_session:
             found.append(self._next_turns.after(chat))
         return found
 

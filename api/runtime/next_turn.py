@@ -20,7 +20,8 @@ from .conversation.tools import plain_call
 from .preprocess import PromptTokens
 
 logger = logging.getLogger(__name__)
-MARKS = "\x01", "\x02"  # contents of the last message: before it, the two prompts are equal
+MAX_TASKS = 64  # next turns that are computed at a time; others are not computed in advance
+MARKS = "\x01", "\x02"  # two contents of the last message: prompts are equal up to it
 
 
 class Client(Protocol):
@@ -44,7 +45,9 @@ class NextTurns:
         """Return a function that takes the answer to ``chat`` and starts the next turn's task."""
 
         def begin(choice: Choice) -> None:
-            if choice.finish_reason != "abort":
+            if choice.finish_reason == "abort":
+                return
+            if len(self._tasks) < MAX_TASKS:
                 task = asyncio.create_task(self._warm(chat, choice))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
@@ -59,8 +62,14 @@ class NextTurns:
         has ended.
         """
         context = CONTEXT.get()
-        if context is not None:  # the request has ended, so this call is not part of it
-            CONTEXT.set(RequestContext(context.scope, caller=context.caller))
+        if context is not None:  # the request itself has ended
+            own = RequestContext(
+                context.scope,
+                caller=context.caller,
+                in_batch=context.in_batch,
+                adapter=context.adapter,
+            )
+            CONTEXT.set(own)
         try:
             chat = _answered(chat, choice)
             one, other = [await self._rendered(chat, choice, mark) for mark in MARKS]

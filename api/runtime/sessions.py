@@ -6,14 +6,13 @@ from msgspec.structs import replace
 
 from ...core.errors import InvalidRequest
 from ...core.interface.request import CacheOptions, Request
-from ..types.request_context import CONTEXT, header
+from ..types.request_context import CONTEXT, caller_key, header
 from ..types.results import Choice
 from .serving_engine import ServingEngine
 
 ENDS = ("x-session-close", "x-dynamo-session-final")
 """Headers of a session's last request, with "true"; the second one is Dynamo's."""
 SWITCH = {"true": True, "1": True, "false": False, "0": False}
-MAX_LABEL = 256  # characters
 
 
 def in_session(cache: CacheOptions, session: str) -> CacheOptions:
@@ -35,11 +34,12 @@ def _is_on(name: str) -> bool:
 
 
 def label_of(choice: Choice) -> str:
-    """Return the label of the wait after an answer: the names of the called tools.
+    """Return the label of the wait that follows an answer: the caller's key of its tools.
 
-    The label is "" if no tool was called, so that a person continues the session.
+    It is "" if the answer waits for a person.
     """
-    return "+".join(sorted({call.name for call in choice.tool_calls}))[:MAX_LABEL]
+    tools = "+".join(sorted({call.name for call in choice.tool_calls}))
+    return caller_key(tools) if tools else ""
 
 
 def tell_wait(engine: ServingEngine, request: Request, choice: Choice) -> None:

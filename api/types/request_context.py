@@ -162,9 +162,18 @@ def header(scope: Scope, name: bytes) -> str:
 
 
 def session_id() -> str | None:
-    """Return the session id in the request's ``x-session-id`` header; None in the SDK."""
+    """Return the session id in the request's ``x-session-id`` header; None in the SDK.
+
+    The header is UTF-8, like the path of the route that ends a session.
+    """
     context = CONTEXT.get()
-    return None if context is None else header(context.scope, SESSION_ID) or None
+    if context is None:
+        return None
+    given = header(context.scope, SESSION_ID)
+    try:
+        return given.encode("latin-1").decode() or None
+    except UnicodeDecodeError:  # the client sent Latin-1
+        return given
 
 
 def session_key(name: str | None) -> str | None:
@@ -174,11 +183,11 @@ def session_key(name: str | None) -> str | None:
     separate sessions.
     """
     named = session_id() or name
-    return key_of_session(named) if named else None
+    return caller_key(named) if named else None
 
 
-def key_of_session(name: str) -> str:
-    """Return the key of the caller's session with this name."""
+def caller_key(name: str) -> str:
+    """Return the key of a name that the caller gave. Other callers have other keys for it."""
     return hashlib.sha256(caller() + name.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 

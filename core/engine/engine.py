@@ -214,7 +214,11 @@ class Engine:
         """Fit the time of a session's pin to the wait with this label; see `PrefixCache.expect`."""
         cache = self.scheduler.cache
         cache.tick(self._clock())
-        cache.expect(session, label, namespace=namespace)
+        own = session, namespace
+        is_running = any(
+            (each.cache.session, each.namespace) == own for each in self.scheduler.running.values()
+        )
+        cache.expect(session, label, namespace=namespace, is_running=is_running)
 
     # Only `audit` waits. The other methods below are coroutines, too, because an engine in another
     # process has the same interface.
@@ -243,7 +247,7 @@ class Engine:
 
     async def end_session(self, session: str) -> bool:
         """Unpin a session's pages and let them be evicted first; return whether it had any."""
-        return self.scheduler.end_session(session)
+        return self.scheduler.end_session(session, self._inbox.arrived)
 
     async def cache_info(self, namespace: str | None = None) -> dict[str, object]:
         """Return occupancy and hits of the prefix cache and its tiers, in pages and tokens.

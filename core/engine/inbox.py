@@ -36,6 +36,11 @@ class RequestInbox:
         # Times at which the latest requests ended; cleared when the engine is idle.
         self._finished: deque[float] = deque(maxlen=NUM_TIMES)
 
+    @property
+    def arrived(self) -> list[Request]:
+        """The accepted requests that the scheduler does not have yet."""
+        return [request for request, _ in self._arrived]
+
     def pending_arrivals(self, tenant: Tenant) -> PendingArrivals:
         """Return the numbers of accepted requests that the scheduler does not have yet. O(1).
 

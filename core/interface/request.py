@@ -26,6 +26,7 @@ Tenant = str | None
 
 
 MAX_TTL = 30 * 24 * 3600.0  # maximum time of a pin, in seconds
+MAX_PINS = 16  # maximum number of pins of a request
 
 
 class Pin(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -66,6 +67,12 @@ class CacheOptions(
     pins: tuple[Pin, ...] = ()
     session: str | None = None
     ends_session: bool = False
+
+    def __post_init__(self) -> None:
+        """Check the number of pins, each of which costs a walk of the tree."""
+        if len(self.pins) > MAX_PINS:
+            message = f"cache: a request may pin at most {MAX_PINS} prefixes"
+            raise InvalidRequest(message, param="cache")
 
     @property
     def is_private(self) -> bool:

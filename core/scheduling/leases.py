@@ -149,21 +149,27 @@ def pin_prompt(cache: PrefixCache, request: Request) -> None:
         )
 
 
-def pin_session(cache: PrefixCache, request: Request, num_computed: int) -> None:
-    """Pin prompt and answer of an ended request for its session; end the session if asked to."""
+def end_turn(cache: PrefixCache, request: Request, num_computed: int) -> None:
+    """Pin the computed tokens of an ended request as its session's last turn, or end the session.
+
+    A request that generates nothing computes its prompt before the turn that will read it.
+    """
     session = request.cache.session
     if session is None:
         return
-    if request.cache.write:
+    if request.cache.ends_session:
+        cache.end_session(session)
+        if request.cache.write:
+            cache.retire(request.tokens, num_computed, namespace=request.namespace)
+    elif request.cache.write:
+        began = request.arrival_time + request.usage.queue_time
         cache.pin_session(
             request.tokens,
             num_computed,
             session=session,
             namespace=request.namespace,
-            began=request.arrival_time + request.usage.queue_time,
+            began=began if request.sampling.generates else None,
         )
-    if request.cache.ends_session:
-        cache.end_session(session)
 
 
 def hold_prompt(cache: PrefixCache, request: Request) -> None:

@@ -40,10 +40,10 @@ from .leases import (
     acquire_kv,
     allocate_draft_pages,
     awaits_prefix,
+    end_turn,
     hold_prompt,
     num_uncached_tokens,
     pin_prompt,
-    pin_session,
     publish,
     release_kv,
     would_fit,
@@ -536,13 +536,15 @@ class Scheduler:
             num_pages = self.cache.flush_prefix(tokens, namespace=namespace)
         return num_pages
 
-    def end_session(self, session: str) -> bool:
+    def end_session(self, session: str, arrived: Iterable[Request] = ()) -> bool:
         """End a session, and let its pages be evicted first; return whether it had pages.
 
-        Pages of turns that have not ended are evicted first, too, once the turns end.
+        Turns of the session that have not ended give up their pages when they end. ``arrived``:
+        requests that were not added yet.
         """
-        for request in self.request_table.of_session(session):
-            request.cache = replace(request.cache, ends_session=True)
+        for request in (*self.request_table.of_session(session), *arrived):
+            if request.cache.session == session:
+                request.cache = replace(request.cache, ends_session=True)
         return self.cache.end_session(session)
 
     # -- commit ---------------------------------------------------------------------------------
@@ -625,11 +627,10 @@ class Scheduler:
         return delta
 
     def _finish(self, request: Request, delta: Delta, now: float, *, keep: bool = True) -> Delta:
+        num_computed = 0
         if request.status is RequestStatus.RUNNING:
-            num_computed = request.num_computed
+            num_computed = request.num_computed if keep else 0
             self._release(request, keep=keep)
-            if keep:
-                pin_session(self.cache, request, num_computed)
             if request.transfer.hands_over and delta.finish_reason in (
                 FinishReason.STOP,
                 FinishReason.LENGTH,
@@ -637,6 +638,7 @@ class Scheduler:
                 hold_prompt(self.cache, request)
         elif self.page_loads is not None:
             self.page_loads.forget(request)
+        end_turn(self.cache, request, num_computed)
         self.request_table.discard(request)
         self.speculator.leave(request)
         request.usage.total_time = now - request.arrival_time

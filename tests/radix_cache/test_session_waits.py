@@ -11,7 +11,10 @@ from foretoken.radix_cache.session_waits import (
     LEAST_OBSERVED,
     LEAST_TTL,
     MAX_LABELS,
+    MAX_RANKED,
     MAX_SESSIONS,
+    OWN_LABELS,
+    PER_SESSION,
     Ranking,
     SessionWaits,
     Waits,
@@ -38,6 +41,15 @@ def turn(
     cache.pin_session(tokens, len(tokens), session=session, namespace=namespace, began=began)
     if waits_for is not None:
         cache.expect(session, waits_for, namespace=namespace)
+    cache.check([])
+
+
+def turn_in_advance(cache: PrefixCache, tokens: array[int]) -> None:
+    """The prompt of the next turn is computed before the request comes."""
+    lease = cache.acquire(tokens)
+    assert cache.extend(lease, len(tokens))
+    cache.release(lease, tokens, len(tokens))
+    cache.pin_session(tokens, len(tokens), session="s")
     cache.check([])
 
 
@@ -122,10 +134,52 @@ def test_a_wait_may_be_told_before_the_turn_s_end() -> None:
     waits.turn(session, 0.0, 0.0)
     waits.expect(session, "tests")
     for now in (10.0, 20.0, 30.0):
-        assert waits.expect(session, "tests") is None
+        assert waits.expect(session, "tests", is_running=True) is None
         assert waits.turn(session, now, now) == "tests"
         ttl = waits.expect(session, "tests")
     assert ttl == 12.5
+
+
+def test_a_second_label_of_a_wait_is_not_that_of_the_next() -> None:
+    waits, session = SessionWaits(300.0), (None, "s")
+    waits.turn(session, 0.0, 0.0)
+    waits.expect(session, "read")
+    assert waits.expect(session, "build") is None, "another replica served that turn"
+    assert waits.turn(session, 5.0, 5.0) is None
+    waits.expect(session, "build")
+    waits.turn(session, 95.0, 95.0)
+    times = {label: list(each) for label, each in waits._sessions[session].own.items()}
+    assert times == {"read": [5.0], "build": [90.0]}
+
+
+def test_waits_of_other_namespaces_predict_nothing() -> None:
+    waits = SessionWaits(300.0)
+    for number in range(9):
+        waits.turn(("a", "s"), float(number), float(number))
+        waits.expect(("a", "s"), "tests")
+    waits.turn(("b", "s"), 9.0, 9.0)
+    assert waits.expect(("b", "s"), "tests") == 300.0
+    assert waits.is_predicted(("a", "s"))
+    assert not waits.is_predicted(("b", "s"))
+
+
+def test_a_person_is_predicted_by_the_same_session_alone() -> None:
+    waits = SessionWaits(300.0)
+    for number in range(9):
+        waits.turn((None, "script"), float(number), float(number))
+        ttl = waits.expect((None, "script"), "")
+    assert ttl == 1.25
+    waits.turn((None, "human"), 9.0, 9.0)
+    assert waits.expect((None, "human"), "") == 300.0
+
+
+def test_a_session_keeps_the_times_of_its_latest_labels() -> None:
+    waits, session = SessionWaits(300.0), (None, "s")
+    for number in range(40):
+        waits.turn(session, float(number), float(number))
+        waits.expect(session, "" if number % 4 == 0 else f"{number}")
+    assert len(waits._sessions[session].own) == OWN_LABELS
+    assert list(waits._sessions[session].own[""]) == [1.0] * PER_SESSION
 
 
 def test_sessions_and_labels_are_bounded() -> None:
@@ -147,7 +201,7 @@ def test_a_ranking_is_sorted_again_after_a_second() -> None:
     worth, ranking = {"a": 1.0, "b": 2.0}, Ranking[str]()
 
     def first(now: float) -> str:
-        return next(ranking.least_first(worth, worth, worth.__getitem__, now))
+        return next(ranking.least_first(lambda: worth, worth, worth.__getitem__, now))
 
     assert first(0.0) == "a"
     worth["a"] = 3.0
@@ -155,6 +209,28 @@ def test_a_ranking_is_sorted_again_after_a_second() -> None:
     assert first(1.0) == "b"
     del worth["b"]
     assert first(1.0) == "a"
+
+
+def test_a_sort_takes_a_bounded_number_of_items_and_goes_on_when_they_are_gone() -> None:
+    items, ranking, num_asked = set(range(MAX_RANKED + 9)), Ranking[int](), 0
+
+    def worth(item: int) -> float:
+        nonlocal num_asked
+        num_asked += 1
+        return -float(item)
+
+    def first() -> int | None:
+        return next(ranking.least_first(lambda: sorted(items), items, worth, 0.0), None)
+
+    for number in range(MAX_RANKED):
+        assert first() == MAX_RANKED - 1 - number
+        items.remove(MAX_RANKED - 1 - number)
+    assert num_asked == MAX_RANKED
+    assert first() == MAX_RANKED + 8
+    items.clear()
+    assert first() is None
+    items.add(1)
+    assert first() is None, "it is newer than the sort"
 
 
 def test_without_observations_a_pin_lasts_as_long_as_the_setting_says() -> None:
@@ -243,6 +319,67 @@ def test_a_page_that_was_idle_for_longer_than_a_session_is_worth_goes_before_it(
     assert [cache.match_len(seq(17, first)) for first in (0, 100)] == [16, 16]
 
 
+def test_a_waiting_session_without_a_prediction_is_evicted_by_its_last_use() -> None:
+    cache = PrefixCache(64, 1, session_ttl=300.0)  # a quota of 16 pages
+    teach(cache, "tests", 8.0)
+    lease = cache.acquire(seq(16, 900))
+    assert cache.extend(lease, 16)
+    cache.release(lease, seq(16, 900), 16)
+    cache.tick(cache.pins.now + 60.0)
+    for number in range(2):
+        turn(cache, seq(16, 100 * number), f"{number}", "another tool")
+    assert len(cache.pins.waiting) == 1
+    fill(cache, 32)
+    assert cache.match_len(seq(17, 900)) == 0
+    assert [cache.match_len(seq(17, first)) for first in (0, 100)] == [16, 16]
+
+
+def test_pages_are_evicted_first_when_the_session_s_own_time_is_over() -> None:
+    for is_own in (True, False):
+        cache = PrefixCache(64, 1, session_ttl=60.0)
+        name = "s" if is_own else "other"
+        for _ in range(LEAST_OBSERVED + 1):
+            turn(cache, seq(4), name, "tests")
+            cache.tick(cache.pins.now + 8.0)
+        turn(cache, seq(8, 200))
+        lease = cache.acquire(seq(8, 100))
+        assert cache.extend(lease, 8)
+        cache.release(lease, seq(8, 100), 8)
+        turn(cache, seq(8, 200), waits_for="tests")
+        cache.tick(cache.pins.now + 10.0)
+        assert cache.num_pinned_pages == 0
+        fill(cache, 64 - 16)
+        assert (cache.match_len(seq(9, 200)) < 8) is is_own
+
+
+def test_a_prompt_that_is_computed_before_its_turn_ends_no_wait() -> None:
+    cache = PrefixCache(64, 1, session_ttl=60.0)
+    for _ in range(LEAST_OBSERVED + 1):
+        turn(cache, seq(4), waits_for="tests")
+        turn_in_advance(cache, seq(8))
+        assert cache.num_pinned_pages == 8
+        cache.tick(cache.pins.now + 8.0)
+    (times,) = cache.pins.waits._times.values()
+    assert list(times) == [8.0] * LEAST_OBSERVED
+    (pinned,) = cache.pins.of(None)
+    assert pinned.ttl == 10.0, "it lasts as long as the wait"
+
+
+def test_a_session_does_not_shorten_or_remove_the_pin_of_another() -> None:
+    cache = PrefixCache(64, 1, session_ttl=60.0)
+    teach(cache, "agent", 90.0)
+    teach(cache, "read", 1.0)
+    for session in ("a", "b"):
+        turn(cache, seq(8), session)
+    cache.expect("a", "read")
+    assert [pinned.ttl for pinned in cache.pins.of(None)] == [60.0]
+    turn(cache, seq(8), "a")
+    cache.expect("a", "agent")
+    cache.check([])
+    (pinned,) = cache.pins.of(None)
+    assert (pinned.ttl, pinned.sessions) == (60.0, {(None, "b")})
+
+
 def test_an_ended_session_loses_its_pins_at_once_and_its_pages_first() -> None:
     cache = PrefixCache(64, 1)
     turn(cache, seq(8, 100), "a")
@@ -257,6 +394,20 @@ def test_an_ended_session_loses_its_pins_at_once_and_its_pages_first() -> None:
     assert cache.match_len(seq(9, 300)) == 0
     fill(cache, 64 - 8)
     assert cache.match_len(seq(9, 200), namespace="salt") == 0
+
+
+@pytest.mark.parametrize("is_cached", [True, False])
+def test_a_session_may_be_ended_after_its_pin(is_cached: bool) -> None:
+    cache = PrefixCache(64, 1, session_ttl=60.0)
+    turn(cache, seq(8), waits_for="tests")
+    cache.tick(60.0)
+    turn(cache, seq(8, 100), "another")
+    fill(cache, 48 if is_cached else 56)
+    assert cache.end_session("s") is is_cached
+    cache.check([])
+    assert cache.tree.first_leaf() is None or cache.tree.first_leaf().is_retired
+    turn(cache, seq(8))
+    assert not cache.pins.waits._times, "it is another session"
 
 
 def test_an_ended_session_keeps_what_others_pin_or_read() -> None:

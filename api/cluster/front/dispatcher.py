@@ -31,6 +31,7 @@ from ..wire.messages import (
     submit_of,
 )
 from .front_metrics import FrontMetrics
+from .front_sessions import FrontSessions
 from .live_request import MAX_LOSSES, HeldPrompt, LiveRequest, aborted
 from .replica_link import MAX_REASON, ReplicaLink
 from .roster import NO_REPLICA, Roster
@@ -63,6 +64,7 @@ class Dispatcher:
         self.live: dict[str, LiveRequest] = {}  # all requests that have not ended
         self.idle = asyncio.Event()  # set while there is no live request
         self.idle.set()
+        self.sessions = FrontSessions(roster)
         self._roster, self._router, self._metrics = roster, router, metrics
         self._failover_seconds, self._clock = failover_seconds, clock
         self._places: dict[str, ReplicaLink] = {}  # replica of each request that has one
@@ -261,6 +263,7 @@ class Dispatcher:
                 live.held = None  # the replica frees the pages when it has read them
             self._drop_prompt(live)
             live.sent(now)
+            self.sessions.placed(request, link)
             self._note_place(live, link, choice)
             self._metrics.hit_tokens.inc(choice.hit_tokens)
             return True
@@ -391,6 +394,7 @@ class Dispatcher:
         self._waiting.pop(request_id, None)
         self._finished.append(now)
         self._drop_prompt(live)
+        self.sessions.ended(live.request)
         if (link := self._places.pop(request_id, None)) is not None:
             link.forget(request_id)
             self._router.end(request_id)

@@ -35,8 +35,6 @@ from ..wire.messages import (
     Audit,
     Beat,
     CacheInfo,
-    EndSession,
-    ExpectTurn,
     FlushCache,
     FlushPrefix,
     FromReplica,
@@ -192,10 +190,8 @@ class Replicas:
         self._dispatcher.abort(request_id)
 
     def expect_turn(self, session: str, label: str, namespace: str | None = None) -> None:
-        """Send the label of a session's wait to all replicas; only those with its pages use it."""
-        message = ExpectTurn(session=session, label=label, namespace=namespace)
-        for link in list(self._roster.links.values()):
-            self._roster.send(link, message)
+        """Tell the replica that served a session's latest request what the session waits for."""
+        self._dispatcher.sessions.expect(session, label, namespace)
 
     # -- messages of replicas -------------------------------------------------------------------
 
@@ -331,8 +327,8 @@ class Replicas:
 
     async def end_session(self, session: str) -> bool:
         """Unpin a session's pages on all replicas; return whether any had pages of it."""
-        question = EndSession(session=session)
-        return any((await ask_all(self._roster, question, number_of)).values())
+        live = [each.request for each in self._dispatcher.live.values()]
+        return await self._dispatcher.sessions.end(session, live)
 
     async def cache_info(self, namespace: str | None = None) -> Body:
         """Return occupancy and hit counters of each replica, and their sums."""

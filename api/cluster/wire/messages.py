@@ -169,7 +169,7 @@ class Abort(_Message, tag="abort", frozen=True, kw_only=True):
 
 
 class ExpectTurn(_Message, tag="expect_turn", frozen=True, kw_only=True):
-    """Calls `ServingEngine.expect_turn`; replicas without the session ignore it."""
+    """Calls `ServingEngine.expect_turn`; a replica without the session ignores it."""
 
     session: str
     label: str

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from ...serving.dialect import Endpoints, delete
 from ...serving.errors import JsonResponse
-from ...types.request_context import key_of_session
+from ...types.request_context import caller_key
 
 
 class EndedSession(Struct, kw_only=True):
@@ -18,18 +18,18 @@ class EndedSession(Struct, kw_only=True):
 
     id: str
     object: Literal["session.deleted"] = "session.deleted"
-    deleted: bool  # whether the cache had pages of the session
+    deleted: bool  # whether the cache had pages that it kept for the session
 
 
 class SessionRoutes(Endpoints):
     """The route that ends sessions."""
 
-    @delete("/v1/sessions/{session_id}", EndedSession, errors=(503,))
+    @delete("/v1/sessions/{session_id:path}", EndedSession, errors=(503,))
     async def end(self, request: Request) -> Response:
         """End a session of the caller's API key: unpin its pages and evict them first.
 
         Unknown sessions are not an error, because the cache may have forgotten them.
         """
         name = request.path_params["session_id"]
-        deleted = await self.service.llm.engine.end_session(key_of_session(name))
+        deleted = await self.service.llm.engine.end_session(caller_key(name))
         return JsonResponse(EndedSession(id=name, deleted=deleted))

@@ -17,6 +17,8 @@ from ....core.interface.request import MAX_TTL, Pin
 from .fields import WHOLE
 
 MAX_ACTIONS, MAX_DIRECTIVES = 16, 128
+MAX_RETAINED = 32  # directives of a body that ask to keep something
+MAX_HINTED = 4  # pins of a body's hints
 RETAIN, RETAIN_VERSION = "kv.retain", "1"  # type of an action, and its major version
 Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Int32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
@@ -73,7 +75,7 @@ class Retain(Struct, kw_only=True):
 
 
 def hinted_pins(hints: KvHints | None) -> tuple[Pin, ...]:
-    """Return a pin for each prefix that the hints ask to retain.
+    """Return pins for the `MAX_HINTED` longest prefixes that the hints ask to retain.
 
     A directive about a later part of the prompt also pins all tokens before that part, because the
     cache finds a page by all tokens before it. Raises `InvalidRequest`, which names the field.
@@ -84,7 +86,13 @@ def hinted_pins(hints: KvHints | None) -> tuple[Pin, ...]:
     for index, action in enumerate(hints.actions):
         if action.action_type == RETAIN:
             found += _retained(action, f"kv_hints.actions[{index}]")
-    return tuple(found)
+    if len(found) > MAX_RETAINED:
+        message = f"kv_hints may retain at most {MAX_RETAINED} parts of a prompt, not {len(found)}"
+        raise InvalidRequest(message, param="kv_hints")
+    # The longest time of equal prefixes replaces the shorter ones.
+    found.sort(key=lambda pin: (pin.num_tokens, pin.ttl))
+    longest = {pin.num_tokens: pin for pin in found}
+    return tuple(longest.values())[-MAX_HINTED:]
 
 
 def _retained(action: KvHintAction, path: str) -> list[Pin]:

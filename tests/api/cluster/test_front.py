@@ -41,7 +41,7 @@ from foretoken.core.errors import (
     QueueFull,
     Unavailable,
 )
-from foretoken.core.interface.request import Delta, FinishReason, Request, Usage
+from foretoken.core.interface.request import CacheOptions, Delta, FinishReason, Request, Usage
 from foretoken.core.model.pooling import PoolingSpec
 from foretoken.core.telemetry.observers import EngineObserver
 from foretoken.core.tiers.keys import chain_keys, root_key
@@ -509,13 +509,61 @@ def test_flushes_reach_all_replicas_and_their_pages_are_summed() -> None:
     run(body())
 
 
-def test_all_replicas_are_told_what_a_session_waits_for_and_that_it_ends() -> None:
+def test_the_replica_of_a_session_is_told_what_the_session_waits_for() -> None:
     async def body() -> None:
         async with front_of(2) as front, replicas_of(front, 2) as replicas:
-            front.expect_turn("a", "tests", "mine")
+            front.expect_turn("a", "unknown", None)
+            front.submit(of_session("a"))
+            place = next(n for n, row in enumerate(front.describe()) if row["requests"])
+            await replicas[place].submitted()
+            front.expect_turn("a", "other", "another namespace")
+            front.expect_turn("a", "tests", None)
+            told = await replicas[place].next(ExpectTurn)
+            assert told == ExpectTurn(session="a", label="tests", namespace=None)
+            flushing = asyncio.create_task(front.flush_cache())
             for each in replicas:
-                told = await each.next(ExpectTurn)
-                assert told == ExpectTurn(session="a", label="tests", namespace="mine")
+                call = await each.next(Call | ExpectTurn)
+                assert isinstance(call, Call), "nothing else was told"
+                each.send(Answer(call_id=call.call_id, result=0))
+            await flushing
+
+    run(body())
+
+
+def test_a_request_that_ends_its_session_ends_it_on_all_replicas() -> None:
+    async def body() -> None:
+        async with front_of(2) as front, replicas_of(front, 2) as replicas:
+            stream = front.submit(of_session("a", ends_session=True))
+            place = next(n for n, row in enumerate(front.describe()) if row["requests"])
+            await replicas[place].submitted()
+            replicas[place].finish("r", 10)
+            await read(stream)
+            for each in replicas:
+                assert (await each.answer(0)).question == EndSession(session="a")
+
+    run(body())
+
+
+def test_a_request_without_a_replica_ends_its_session_that_was_ended() -> None:
+    async def body() -> None:
+        async with front_of() as front, replicas_of(front) as replicas:
+            wanted = of_session("a")
+            front.submit(wanted)
+            await asked(replicas, [0], front.end_session("a"))
+            assert wanted.cache.ends_session
+
+    run(body())
+
+
+def of_session(name: str, *, ends_session: bool = False) -> Request:
+    wanted = request()
+    wanted.cache = CacheOptions(session=name, ends_session=ends_session)
+    return wanted
+
+
+def test_all_replicas_are_told_that_a_session_ends() -> None:
+    async def body() -> None:
+        async with front_of(2) as front, replicas_of(front, 2) as replicas:
             had, calls = await asked(replicas, [0, 1], front.end_session("a"))
             assert had
             assert calls[1].question == EndSession(session="a")

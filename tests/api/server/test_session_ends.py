@@ -8,7 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
-from foretoken.api.runtime.sessions import MAX_LABEL, label_of
+from foretoken.api.runtime.sessions import label_of
+from foretoken.api.types.request_context import CONTEXT, RequestContext
 from foretoken.api.types.results import Choice, ToolCall
 
 TALK = [{"role": "user", "content": "hi"}]
@@ -47,6 +48,14 @@ def test_a_session_of_the_key_is_ended(send, engine) -> None:
     assert (answer.status_code, answer.json()["deleted"]) == (200, False)
     send("/v1/sessions/a%20b", key="two", method="DELETE").raise_for_status()
     assert engine.ended_sessions[1] == engine.ended_sessions[0] != engine.ended_sessions[2]
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "latin-1"])
+def test_a_session_may_have_any_name(send, engine, encoding: str) -> None:
+    send(headers={"x-session-id": "ä/é".encode(encoding)}).raise_for_status()
+    answer = send("/v1/sessions/%C3%A4/%C3%A9", method="DELETE")
+    assert answer.json()["id"] == "ä/é"
+    assert engine.ended_sessions == [engine.requests[-1].cache.session]
 
 
 def test_ending_a_session_needs_the_key(send, engine) -> None:
@@ -90,7 +99,13 @@ def test_several_choices_tell_nothing(send, engine) -> None:
 
 def test_a_wait_is_labelled_by_the_tools_that_were_called() -> None:
     calls = [ToolCall(id=f"{at}", name=name, arguments="{}") for at, name in enumerate("bab")]
-    assert label_of(Choice(index=0, tool_calls=calls)) == "a+b"
+    both, one = Choice(index=0, tool_calls=calls), Choice(index=0, tool_calls=calls[:1])
+    assert label_of(both) == label_of(Choice(index=0, tool_calls=calls[:2])) != label_of(one)
     assert label_of(Choice(index=0)) == ""
-    long = [ToolCall(id="1", name="x" * 999, arguments="{}")]
-    assert len(label_of(Choice(index=0, tool_calls=long))) == MAX_LABEL
+    mine = label_of(one)
+    token = CONTEXT.set(RequestContext({"type": "http", "headers": []}, caller=b"another"))
+    try:
+        assert label_of(one) != mine, "the waits of each API key are its own"
+        assert label_of(Choice(index=0)) == ""
+    finally:
+        CONTEXT.reset(token)

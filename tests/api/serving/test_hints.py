@@ -28,7 +28,8 @@ def send(server, say) -> Callable[..., httpx.Response]:
     say("ok")
 
     def post(path: str = "/v1/chat/completions", **fields: Any) -> httpx.Response:
-        return httpx.post(server.url + path, json={**BODIES[path], **fields})
+        headers = fields.pop("headers", {})
+        return httpx.post(server.url + path, json={**BODIES[path], **fields}, headers=headers)
 
     return post
 
@@ -79,6 +80,14 @@ def test_retained_tokens_are_pinned(send, engine, path: str) -> None:
 
 
 @pytest.mark.parametrize("path", BODIES)
+def test_a_few_of_many_retained_prefixes_are_pinned(send, engine, path: str) -> None:
+    ends = [{"end": end, "priority": 1, "duration": 60} for end in range(1, 17)]
+    hints = retained({"end": 15, "priority": 1, "duration": 90}, *ends[::-1])
+    send(path, kv_hints=hints).raise_for_status()
+    assert pins(engine.requests[-1]) == [(13, 60.0), (14, 60.0), (15, 90.0), (16, 60.0)]
+
+
+@pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -98,6 +107,7 @@ def test_retained_tokens_are_pinned(send, engine, path: str) -> None:
             {"kv_hints": retained({"priority": 101})},
             "kv_hints.actions[0].payload.directives[0].priority",
         ),
+        ({"kv_hints": retained(*[{"priority": 1}] * 33)}, "kv_hints"),
         (
             {"kv_hints": retained({"priority": 1}, {"priority": 1, "start": 4, "end": 4})},
             "kv_hints.actions[0].payload.directives[1].end",
@@ -142,3 +152,12 @@ def test_the_next_turn_is_computed_up_to_its_message(
     assert warmed.cache.session == first.cache.session
     send(path, stream=stream).raise_for_status()
     assert len(engine.requests) == 3
+
+
+@pytest.mark.parametrize("path", CHATS)
+def test_no_next_turn_of_a_session_that_ends_is_computed(send, engine, path: str) -> None:
+    hints = {"agent_hints": {"speculative_prefill": True}}
+    send(path, nvext=hints, headers={"x-session-id": "a", "x-session-close": "1"})
+    send(path, nvext=hints, headers={"x-session-id": "a"})
+    assert all(engine.submitted.acquire(timeout=SECONDS) for _ in range(3))
+    assert [each.sampling.generates for each in engine.requests] == [True, True, False]

@@ -23,7 +23,7 @@ from foretoken.core.errors import (
 )
 from foretoken.core.interface.output import RequestOutput, StepOutput
 from foretoken.core.interface.plan import StepPlan
-from foretoken.core.interface.request import Delta, FinishReason
+from foretoken.core.interface.request import CacheOptions, Delta, FinishReason
 from support.fake_model import FakeRunner, answer, make_request, make_scheduler, perfect
 from support.fixed_depth import FixedDepth
 
@@ -305,6 +305,45 @@ def test_a_full_queue_tells_when_to_come_back() -> None:
         assert 1 <= caught.value.retry_after <= 60
         for index, stream in enumerate(streams):
             assert (await collect(stream))[0] == answer([1 + index], 8)
+        await engine.close()
+
+    run(scenario())
+
+
+def test_a_session_may_be_ended_before_its_request_is_queued() -> None:
+    async def scenario() -> None:
+        engine = make_engine()
+        await engine.start()
+        requests = [make_request(name, [1, 2, 3], max_tokens=2) for name in "ab"]
+        for request in requests:
+            request.cache = CacheOptions(session=request.request_id)
+        streams = [engine.submit(request) for request in requests]
+        assert not await engine.end_session("a"), "it has no pages yet"
+        for stream in streams:
+            await collect(stream)
+        assert [request.cache.ends_session for request in requests] == [True, False]
+        await engine.close()
+
+    run(scenario())
+
+
+def test_a_wait_may_be_told_while_the_turn_of_the_session_still_runs() -> None:
+    async def scenario() -> None:
+        runner = GatedRunner()
+        engine = make_engine(runner)
+        await engine.start()
+        waits = engine.scheduler.cache.pins.waits
+        waits.turn((None, "s"), 0.0, 0.0)
+        engine.expect_turn("s", "first")
+        engine.expect_turn("s", "ignored")
+        request = make_request("a", [1, 2, 3, 4, 5], max_tokens=1)
+        request.cache = CacheOptions(session="s")
+        stream = engine.submit(request)
+        await entered(runner)
+        engine.expect_turn("s", "second")
+        runner.gate.release()
+        await collect(stream)
+        assert waits._sessions[None, "s"].label == "second"
         await engine.close()
 
     run(scenario())

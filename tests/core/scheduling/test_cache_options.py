@@ -9,7 +9,7 @@ import pytest
 
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.interface.output import RequestOutput, StepOutput
-from foretoken.core.interface.request import CacheOptions, Pin, Request
+from foretoken.core.interface.request import MAX_PINS, CacheOptions, Pin, Request
 from support.fake_model import VOCAB_SIZE, Driver, FakeRunner, answer, make_request, make_scheduler
 
 PRIVATE = CacheOptions(read=False, write=False)
@@ -201,6 +201,49 @@ def test_a_session_ends_with_a_request_that_says_so() -> None:
     driver.scheduler.audit()
 
 
+def test_a_turn_that_ends_its_session_takes_no_room_from_other_pins() -> None:
+    driver = drive(page_size=4, num_pages=64)  # a quota of 16 pages
+    pins = driver.scheduler.cache.pins
+    serve(driver, ask("a", prompt_of(48), CacheOptions(session="a")))
+    last = CacheOptions(session="b", ends_session=True)
+    serve(driver, ask("b", prompt_of(48, 1), last))
+    assert list(pins._sessions) == [(None, "a")]
+    assert pins.num_session_yields == 0
+    serve(driver, ask("other", prompt_of(160, 2)))
+    found = [driver.scheduler.cache.match_len(array("q", prompt_of(49, n))) for n in range(2)]
+    assert found[0] == 48
+    assert found[1] < 48, "its own pages were evicted first"
+
+
+def test_a_request_that_ends_its_session_does_so_also_when_it_fails_or_never_runs() -> None:
+    driver = drive(page_size=4, num_pages=64)
+    cache, last = driver.scheduler.cache, CacheOptions(session="s", ends_session=True)
+    serve(driver, ask("a", prompt_of(16), CacheOptions(session="s")))
+    driver.add(ask("waiting", prompt_of(8), last))
+    assert cache.pins.num_sessions == 1
+    driver.scheduler.abort("waiting", 1.0)
+    assert cache.pins.num_sessions == 0
+    serve(driver, ask("b", prompt_of(16), CacheOptions(session="s")))
+    driver.add(ask("failing", prompt_of(8), last))
+    plan = driver.scheduler.schedule(0.0)
+    failed = StepOutput(requests=[RequestOutput(request_id="failing", error="NaN")])
+    driver.scheduler.commit(plan, failed, 0.0)
+    assert cache.pins.num_sessions == 0
+    driver.scheduler.audit()
+
+
+def test_a_prompt_that_is_only_computed_is_no_turn_of_its_session() -> None:
+    driver = drive(page_size=4, num_pages=64)
+    cache, session = driver.scheduler.cache, CacheOptions(session="s")
+    serve(driver, ask("a", prompt_of(16), session))
+    cache.expect("s", "tests")
+    warm = ask("b", prompt_of(24), session, prompt_only=True, max_tokens=0)
+    serve(driver, warm)
+    assert not warm.sampling.generates
+    assert cache.num_pinned_pages == 6
+    assert not cache.pins.waits._times, "the wait goes on"
+
+
 def test_a_running_turn_gives_its_pages_up_if_its_session_was_ended() -> None:
     driver = drive(page_size=4, num_pages=64)
     driver.add(running := ask("a", prompt_of(16), CacheOptions(session="s"), max_tokens=5))
@@ -277,6 +320,13 @@ def test_a_shared_beginning_with_different_ends_is_computed_once() -> None:
     serve(driver, *branches)
     assert driver.runner.num_computed == 40 + 6 * 7
     assert sum(b.prompt_len - b.usage.cached_tokens for b in branches) == 40 + 6 * 7
+
+
+def test_too_many_pins_are_refused() -> None:
+    pins = tuple(Pin(length + 1, 1.0) for length in range(MAX_PINS + 1))
+    assert len(CacheOptions(pins=pins[1:]).pins) == MAX_PINS
+    with pytest.raises(InvalidRequest):
+        CacheOptions(pins=pins)
 
 
 @pytest.mark.parametrize(("num_tokens", "ttl"), [(0, 1.0), (1, 0.0), (1, float("nan")), (1, 1e9)])

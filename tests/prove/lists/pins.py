@@ -64,8 +64,8 @@ MUTATIONS = (
     Mutation(
         "waits-of-other-tools-count",
         "SessionWaits.turn",
-        "self._observe(waiting.own, waiting.label, began - waiting.since)",
-        'self._observe(waiting.own, "", began - waiting.since)',
+        "self._observe(session[0], waiting.own, waiting.label, began - waiting.since)",
+        'self._observe(session[0], waiting.own, "other", began - waiting.since)',
         ("test_a_pin_lasts_for_as_long_as_its_tool_took_before",),
         "a wait is of the tool that was called",
     ),
