@@ -294,6 +294,14 @@ def test_connections_beyond_the_limit_are_refused(serve: Any) -> None:
         assert client.ask()["status"] == "incomplete"
 
 
+def test_no_time_limit_of_requests_ends_an_idle_connection(serve: Any) -> None:
+    with socket(serve(header_seconds=0.1, body_seconds=0.1, idle_seconds=0.1)) as client:
+        for _ in range(2):
+            with pytest.raises(TimeoutError):
+                client.connection.recv(0.3)
+            assert client.ask()["status"] == "incomplete"
+
+
 def test_a_client_that_answers_no_ping_is_dropped(serve: Any, engine: FakeEngine) -> None:
     server = serve(ping_seconds=0.01, write_seconds=0.01)
     engine.by_hand = True
