@@ -115,6 +115,7 @@ class Summarizer:
             question,
             params=SamplingParams(**params),
             cache=replace(question.cache, pins=()),
+            warms_next=False,
         )
         answer = await self._client.open(question)
         done = await answer.completion()

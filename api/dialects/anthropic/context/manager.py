@@ -55,9 +55,11 @@ class Edited(Generic[C]):
 class Route:
     """The functions of a route that the manager calls.
 
-    ``answer`` renders and submits a body. ``writer`` returns the writer of an answer.
+    ``read`` returns the chat request of a body. ``answer`` renders and submits a body. ``writer``
+    returns the writer of an answer.
     """
 
+    read: Callable[[MessagesRequest], ChatInput]
     answer: Callable[[MessagesRequest, Make], Awaitable[Reply]]
     writer: Callable[[MessagesRequest, Breakpoints, Make], MessageWriter]
 
@@ -106,7 +108,8 @@ class ContextManager:
 
     async def count(self, body: CountRequest) -> int:
         """Return the number of prompt tokens of a body. Raises `InvalidRequest`."""
-        return await summarizer_of(self._service).count(await self._chat(body))
+        chat = await self._service.apart(partial(read_conversation, body))
+        return await summarizer_of(self._service).count(chat)
 
     async def explain(self, error: PromptTooLong, body: MessagesRequest) -> None:
         """Add to the error's message what a compaction would leave of the prompt."""
@@ -155,18 +158,19 @@ class ContextManager:
         more = (edit.instructions or "").strip()
         asked = f"{INSTRUCTIONS}\n\n{more}" if more else INSTRUCTIONS
         managed, shorter = await self._summarized(
-            body, asked, applied=edited.applied, keeps_last=not pauses
+            body, route, asked, applied=edited.applied, keeps_last=not pauses
         )
         make = _made(managed)
         return _alone(body, route, make) if pauses else await route.answer(shorter, make)
 
     async def _compact_alone(self, body: MessagesRequest, route: Route, asked: str) -> Reply:
-        managed, _ = await self._summarized(body, asked, keeps_last=False, is_signature=True)
+        managed, _ = await self._summarized(body, route, asked, keeps_last=False, is_signature=True)
         return _alone(body, route, _made(managed))
 
     async def _summarized(
         self,
         body: MessagesRequest,
+        route: Route,
         asked: str,
         *,
         applied: Sequence[AppliedEdit] = (),
@@ -182,16 +186,14 @@ class ContextManager:
             raise PromptTooLong(num_left, most, param="messages", context=most + 1)
         end = last_turn(body.messages) if keeps_last else len(body.messages)
         head = replace(body, messages=body.messages[:end])
-        summary = await summarizer.summarize(await self._chat(head), asked)
+        chat = await self._service.apart(partial(route.read, head))
+        summary = await summarizer.summarize(chat, asked)
         shorter, compacted = _after(body, summary.text, keeps_last=keeps_last)
         owner = owner_of(body.cache_salt)
         block = sealed(compacted, self._seal, owner, is_signature=is_signature)
         num_cleared = await self.count(body) - await self.count(shorter)
         edits = [*applied, CompactedEdit(cleared_input_tokens=num_cleared)]
         return Managed(edits=edits, block=block, spent=summary.usage), shorter
-
-    async def _chat(self, body: CountRequest) -> ChatInput:
-        return await self._service.apart(partial(read_conversation, body))
 
 
 def _edits(body: CountRequest) -> list[ClearToolUses | ClearThinking | Compact]:
