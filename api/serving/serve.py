@@ -55,8 +55,9 @@ class Serve(Generic[B]):
             return await self._dialect.submit(body)
         last_event_id = request.headers.get("last-event-id")
         if last_event_id is not None:
-            return streams.resume(last_event_id)
-        return streams.begin(await self._dialect.submit(body), self._dialect.error_event)
+            return streams.resume(last_event_id, body.cache_salt)
+        reply = await self._dialect.submit(body)
+        return streams.begin(reply, self._dialect.error_event, body.cache_salt)
 
     def _stream(self, reply: Reply) -> EventStream:
         return EventStream(

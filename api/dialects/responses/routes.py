@@ -223,7 +223,8 @@ class KeptResponses(Endpoints):
         streams = self.service.streams
         if streams is None:
             raise InvalidRequest("stream needs a server with --resume-seconds", param="stream")
-        reader = streams.attach(request.path_params["id"], after + 1)
+        salt = request.query_params.get("cache_salt")
+        reader = streams.attach(request.path_params["id"], after + 1, salt)
         seconds = self.service.settings.limits.ping_seconds
         return EventStream(reader.events(), close=reader.close, ping_seconds=seconds)
 

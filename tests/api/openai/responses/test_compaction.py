@@ -290,6 +290,7 @@ def test_an_item_of_another_server_or_salt_or_key_is_refused(serve, says):
     for answer in (
         post(other, input=[item, QUESTION]),
         post(one, input=[item, QUESTION], cache_salt="x"),
+        post(one, input=[item, QUESTION], nvext={"cache_salt": "x"}),
     ):
         assert answer.status_code == 400
         assert answer.json()["error"]["param"] == "input[0].encrypted_content"
