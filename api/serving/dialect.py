@@ -47,10 +47,6 @@ class RequestBody(Protocol):
     def deadline_ms(self) -> float | None:
         """The time limit of the request, in milliseconds."""
 
-    @property
-    def cache_salt(self) -> str | None:
-        """The salt: requests with different ones share no cache and no stored answers."""
-
 
 B = TypeVar("B", bound=RequestBody)
 

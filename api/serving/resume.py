@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
-from ..types.request_context import caller, note_error, owner_of, random_id
+from ..types.request_context import caller, is_cancelled, note_error, owner_of, random_id
 from ..types.shares import Owner, Shares
 from .errors import ApiError, to_api_error
 from .sse import Reply
@@ -67,13 +67,15 @@ class ResumableStream:
         return self._reader
 
     def release(self, reader: Reader) -> None:
-        """Detach a reader whose client has left. The answer is dropped after ``seconds``."""
+        """Detach a reader whose client has left. The answer is dropped after ``seconds``, or at
+        once if the client has cancelled it.
+        """
         if self._reader is not reader:
             return
         self._reader = None
         self._notify()
-        if self._is_forgotten:
-            self._task.cancel()
+        if self._is_forgotten or is_cancelled():
+            self.end()
         else:
             self._timer = asyncio.get_running_loop().call_later(self._seconds, self.end)
 

@@ -136,7 +136,7 @@ class ResponsesRoute(ResponsesDialect):
 
         def keep(response: ResponseBody, answer_ids: Sequence[int]) -> None:
             # A later response on the same connection may continue one that is not stored.
-            if is_stored or at_close(lambda: self._forget(owner, response.id)):
+            if is_stored or at_close(partial(self._forget, owner, response.id)):
                 kept = kept_items(items)
                 self.store.put(owner, response, kept, answer_ids, is_shown=is_stored)
 
@@ -222,7 +222,9 @@ class KeptResponses(Endpoints):
         """Return the events after number ``after``. Raises `InvalidRequest` and `ApiError` 404."""
         streams = self.service.streams
         if streams is None:
-            raise InvalidRequest("stream needs a server with --resume-seconds", param="stream")
+            raise InvalidRequest(
+                "resuming a stream needs a server with --resume-seconds", param="stream"
+            )
         salt = request.query_params.get("cache_salt")
         reader = streams.attach(request.path_params["id"], after + 1, salt)
         seconds = self.service.settings.limits.ping_seconds
