@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ....core.errors import InvalidRequest, PromptTooLong
+from ...runtime.chat import ChatAnswer
 from ...runtime.conversation.chat_input import ChatInput
 from ...serving.answers import prewarm
 from ...serving.dialect import READS, Dialect, Endpoints, delete, get
@@ -26,7 +27,7 @@ from ..openai.bodies import Message
 from ..openai.breakpoints import with_breakpoints
 from .answers import CompactedResponse, Deleted, InputTokens, ItemList, ResponseBody, StreamEvent
 from .bodies import Item, ResponsesRequest
-from .compaction.compactor import Compactor
+from .compaction.compactor import Compaction, Compactor
 from .compaction.reply import CompactingReply, CompactingWriter
 from .compaction.sealed import TRIGGER, user_messages
 from .items import Thread, kept_items, read_items, thread_of
@@ -145,7 +146,18 @@ class ResponsesRoute(ResponsesDialect):
         if is_asked or is_due:
             compacting = CompactingWriter(self.service, body, params, served, keep)
             compact = partial(self.compactor.compact, body, thread, chat, keeps_last=not is_asked)
-            proceed = partial(self.service.chat.open, request_id=compacting.id, hands_out=is_stored)
+
+            async def proceed(done: Compaction) -> ChatAnswer:
+                options = body.prompt_cache_options
+                pinned = await with_breakpoints(self.service, done.messages, options, done.chat)
+                compacting.pinned(pinned.breakpoints)
+                return await self.service.chat.open(
+                    pinned.chat,
+                    request_id=compacting.id,
+                    prompt=pinned.prompt,
+                    hands_out=is_stored,
+                )
+
             return CompactingReply(self.service, compacting, compact, None if is_asked else proceed)
         try:
             options = body.prompt_cache_options

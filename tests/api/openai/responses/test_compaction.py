@@ -187,6 +187,26 @@ def test_a_summary_calls_no_tools(client, says):
     assert compact(client, extra_body={"tools": [tool]}).output[-1].type == "compaction"
 
 
+@pytest.mark.parametrize("mode", ["implicit", "explicit"])
+def test_breakpoints_let_the_summary_use_the_cache_and_are_pins_of_the_answer(
+    client, says, engine, prompt_of, tokenizer, mode
+):
+    part = {"type": "input_text", "text": "Who is my cat?"}
+    part["prompt_cache_breakpoint"] = {"mode": "explicit"}
+    answer = ask(
+        client,
+        [*HISTORY, {"role": "user", "content": [part]}],
+        context_management=managed(60),
+        extra_body={"prompt_cache_options": {"mode": mode}},
+    )
+    asked, answered = engine.requests
+    assert (asked.cache.read, asked.cache.write, asked.cache.pins) == (True, True, ())
+    [pin] = answered.cache.pins
+    head = tokenizer.decode([*answered.tokens[: pin.num_tokens]], skip_special_tokens=False)
+    assert head == prompt_of().removesuffix("<|im_start|>assistant\n")
+    assert "cache_write_tokens_details" in answer.usage.input_tokens_details.to_dict()
+
+
 def test_a_prompt_that_is_only_cached_is_not_compacted(client, says, engine):
     warm = {"prompt_cache_options": {"prewarm": True}}
     ask(client, [*HISTORY, QUESTION], context_management=managed(60), extra_body=warm)
@@ -227,6 +247,13 @@ def test_a_stream_begins_with_the_compaction_item(client, says):
     last = events[-1].response
     assert (events[-1].type, kinds(last)) == ("response.completed", ["compaction", "message"])
     assert last.output[0] == done.item
+
+
+def test_a_stream_that_compacts_is_resumed_by_its_id(connect, says):
+    client = connect(resume_seconds=3600)
+    events = list(ask(client, [*HISTORY, QUESTION], context_management=managed(60), stream=True))
+    again = client.responses.retrieve(events[0].response.id, stream=True)
+    assert list(again) == events
 
 
 def test_a_streamed_trigger_ends_with_the_item(client, says):
