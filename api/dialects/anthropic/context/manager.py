@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Generic, TypeVar
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from .....core.errors import InvalidRequest, PromptTooLong
@@ -89,14 +90,17 @@ class ContextManager:
         return await route.answer(body, _made(Managed(edits=edited.applied)))
 
     async def edited(self, body: C) -> Edited[C]:
-        """Return the body with the parts cleared that its edits name."""
+        """Return the body with the parts cleared that its edits name. Raises `InvalidRequest`."""
         edited = Edited(body)
+        _check_edits(_edits(body))
         for edit in _edits(body):
             match edit:
                 case ClearToolUses():
                     await self._clear_tool_uses(edited, edit)
                 case ClearThinking():
-                    cleared = clear_thinking(edited.body.messages, edit)
+                    cleared = await self._service.apart(
+                        partial(clear_thinking, edited.body.messages, edit)
+                    )
                     if cleared.num_cleared:
                         num = await self._cleared(edited, cleared)
                         edited.applied.append(
@@ -120,7 +124,7 @@ class ContextManager:
 
     async def _clear_tool_uses(self, edited: Edited[C], edit: ClearToolUses) -> None:
         trigger = edit.trigger or Trigger(type="input_tokens", value=CLEARING_TOKENS)
-        cleared = clear_tool_uses(edited.body.messages, edit)
+        cleared = await self._service.apart(partial(clear_tool_uses, edited.body.messages, edit))
         if not cleared.num_cleared:
             return
         if trigger.type == "tool_uses":
@@ -198,6 +202,16 @@ class ContextManager:
 
 def _edits(body: CountRequest) -> list[ClearToolUses | ClearThinking | Compact]:
     return [] if body.context_management is None else body.context_management.edits
+
+
+def _check_edits(edits: Sequence[Struct]) -> None:
+    """Raise `InvalidRequest` for two edits of the same type."""
+    kinds = [type(each) for each in edits]
+    for index, kind in enumerate(kinds):
+        if kind in kinds[:index]:
+            param = f"context_management.edits[{index}]"
+            message = f"{param}: only one edit of the type {kind.__struct_config__.tag} is allowed"
+            raise InvalidRequest(message, param=param)
 
 
 def _made(managed: Managed) -> Make:
