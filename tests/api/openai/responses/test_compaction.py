@@ -107,6 +107,25 @@ def test_an_item_stands_for_all_before_it_but_messages_of_users(client, says, pr
     assert prompt_of() == expected
 
 
+def test_a_later_compaction_brings_nothing_back_that_an_earlier_one_removed(
+    client, says, prompt_of
+):
+    first = ask(client, [*HISTORY, QUESTION], context_management=managed(60))
+    trigger = {"type": "compaction_trigger"}
+    second = ask(client, [trigger], previous_response_id=first.id)
+    expected = (
+        "<|im_start|>system\nBe kind.<|im_end|>"
+        "<|im_start|>user\nWho is my cat?<|im_end|>"
+        f"<|im_start|>user\n{HEAD}\n\nTom is a cat, Rex is a dog.<|im_end|>"
+        "<|im_start|>user\nAnd my dog?<|im_end|><|im_start|>assistant\n"
+    )
+    ask(client, "And my dog?", previous_response_id=second.id)
+    assert prompt_of() == expected
+    items = [*HISTORY, QUESTION, *map(plain, first.output), trigger, *map(plain, second.output)]
+    ask(client, [*items, {"role": "user", "content": "And my dog?"}])
+    assert prompt_of() == expected
+
+
 def test_a_conversation_above_the_threshold_is_compacted_before_its_answer(client, says, prompt_of):
     answer = ask(client, [*HISTORY, QUESTION], context_management=managed(60))
     assert kinds(answer) == ["compaction", "message"]
