@@ -207,7 +207,7 @@ def _behind(chat: ChatInput, end: int, summary: str) -> ChatInput:
 
 
 def _images(chat: ChatInput, kept: Collection[int]) -> list[ImageSource]:
-    """Return the images of these messages of a conversation, in order."""
+    """Return the images of the messages ``kept`` of a conversation, in order."""
     known, left = {each.digest: each for each in chat.images}, iter(chat.images)
     found: list[ImageSource] = []
     for index, message in enumerate(chat.messages):

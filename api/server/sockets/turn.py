@@ -36,7 +36,7 @@ class Turn:
     def __init__(self, scope: Scope, event: Create | Resume, send_frame: SendFrame) -> None:
         self._body = event.body if isinstance(event, Create) else b""
         self.lane, self.num_bytes = event.lane, len(self._body)
-        # of a new response, known once it has begun
+        # the id of a new response is known once it has begun
         self.response_id = event.response_id if isinstance(event, Resume) else None
         self._scope, self._send_frame = http_scope(scope, event), send_frame
         self._gone = asyncio.Event()
