@@ -32,6 +32,10 @@ HANDSHAKE = {
     "sec-websocket-version": "13",
     "sec-websocket-key": "AAAAAAAAAAAAAAAAAAAAAA==",
 }
+SCOPE = {
+    "type": "websocket", "path": "/v1/responses", "scheme": "ws", "headers": [], "asgi": {},
+    "state": {},
+}  # fmt: skip
 TERMINAL = ("response.completed", "response.incomplete", "response.failed", "response.cancelled")
 
 
@@ -378,10 +382,8 @@ def test_a_cancel_of_a_lane_spares_the_responses_of_others_that_have_no_id_yet()
             await receive()  # its client leaves
 
         layer = ResponsesSocket(app, Limits(), lambda scope: None)
-        scope = {"type": "websocket", "path": "/v1/responses", "scheme": "ws", "headers": []}
-        scope |= {"asgi": {}, "state": {}}
         await events.put({"type": "websocket.connect"})
-        served = asyncio.create_task(layer(scope, events.get, frames.put))
+        served = asyncio.create_task(layer(dict(SCOPE), events.get, frames.put))
         for event in ({"stream_id": "a"}, {"stream_id": "b"}):
             event |= {"type": "response.create", "input": "hi"}
             await events.put({"type": "websocket.receive", "text": json.dumps(event)})
@@ -391,6 +393,30 @@ def test_a_cancel_of_a_lane_spares_the_responses_of_others_that_have_no_id_yet()
         assert (await frames.get())["type"] == "websocket.accept"
         last = json.loads((await frames.get())["text"])
         assert (last["type"], last["stream_id"]) == ("response.cancelled", "b")
+        await events.put({"type": "websocket.disconnect"})
+        await served
+
+    asyncio.run(asyncio.wait_for(body(), SECONDS))
+
+
+def test_an_answer_in_another_form_is_an_error_of_its_lane() -> None:
+    async def body() -> None:
+        events: asyncio.Queue[Event] = asyncio.Queue()
+        frames: asyncio.Queue[Event] = asyncio.Queue()
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            await receive()
+            await send({"type": "http.response.start", "status": 502, "headers": []})
+            await send({"type": "http.response.body", "body": b"<p>no gateway</p>"})
+
+        layer = ResponsesSocket(app, Limits(), lambda scope: None)
+        await events.put({"type": "websocket.connect"})
+        served = asyncio.create_task(layer(dict(SCOPE), events.get, frames.put))
+        create = {"type": "response.create", "input": "hi", "stream_id": "a"}
+        await events.put({"type": "websocket.receive", "text": json.dumps(create)})
+        assert (await frames.get())["type"] == "websocket.accept"
+        error = json.loads((await frames.get())["text"])
+        assert (error["type"], error["status"], error["stream_id"]) == ("error", 500, "a")
         await events.put({"type": "websocket.disconnect"})
         await served
 
