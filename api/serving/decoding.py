@@ -23,10 +23,11 @@ T = TypeVar("T", bound=Struct)
 def decoder(body_type: type[T]) -> Callable[[bytes], T]:
     """Return a function that decodes and checks a body of this type.
 
-    The function raises `ApiError` 400 for an invalid body, and `InvalidRequest` for a refused
-    field.
+    It calls the method ``complete`` of the body, if there is one. It raises `ApiError` 400 for an
+    invalid body, and `InvalidRequest` for a refused field.
     """
     decode = msgspec.json.Decoder(body_type).decode
+    complete = getattr(body_type, "complete", None)
 
     def checked(data: bytes) -> T:
         try:
@@ -37,6 +38,8 @@ def decoder(body_type: type[T]) -> Callable[[bytes], T]:
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError) as error:
             raise bad_json(error) from None
         settle(body)
+        if complete is not None:
+            complete(body)
         return body
 
     return checked

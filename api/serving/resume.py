@@ -2,7 +2,7 @@
 
 Enabled by ``--resume-seconds``. Each event then has an ``id``. A client that repeats its request
 with the header ``Last-Event-ID`` gets the events after that one; generation continues meanwhile.
-Only the API key that started a stream can resume it.
+Only the API key that started a stream can resume it, with the same cache salt.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
-from ..types.request_context import caller, note_error, random_id
-from ..types.shares import Shares
+from ..types.request_context import caller, is_cancelled, note_error, owner_of, random_id
+from ..types.shares import Owner, Shares
 from .errors import ApiError, to_api_error
 from .sse import Reply
 
@@ -34,12 +34,13 @@ class ResumableStream:
     def __init__(
         self,
         reply: Reply,
+        owner: Owner,
         on_error: Callable[[ApiError], bytes],
         forget: Callable[[], None],
         seconds: float,
     ) -> None:
         self.name = reply.name or random_id()
-        self.owner = caller()
+        self.owner = owner
         self._reply, self._on_error = reply, on_error
         self._forget, self._seconds = forget, seconds
         self._kept: deque[bytes] = deque()
@@ -66,13 +67,15 @@ class ResumableStream:
         return self._reader
 
     def release(self, reader: Reader) -> None:
-        """Detach a reader whose client has left. The answer is dropped after ``seconds``."""
+        """Detach a reader whose client has left. The answer is dropped after ``seconds``, or at
+        once if the client has cancelled it.
+        """
         if self._reader is not reader:
             return
         self._reader = None
         self._notify()
-        if self._is_forgotten:
-            self._task.cancel()
+        if self._is_forgotten or is_cancelled():
+            self.end()
         else:
             self._timer = asyncio.get_running_loop().call_later(self._seconds, self.end)
 
@@ -170,29 +173,33 @@ class ResumableStreams:
     def __len__(self) -> int:
         return len(self._streams)
 
-    def begin(self, reply: Reply, on_error: Callable[[ApiError], bytes]) -> Reader:
+    def begin(
+        self, reply: Reply, on_error: Callable[[ApiError], bytes], salt: str | None = None
+    ) -> Reader:
         """Start a stream of an answer and return its first reader.
 
-        The reply is closed when the stream ends.
+        ``salt``: the cache salt of the request. The reply is closed when the stream ends.
         """
-        stream = ResumableStream(reply, on_error, lambda: self._forget(stream), self.seconds)
+        stream = ResumableStream(
+            reply, owner_of(salt), on_error, lambda: self._forget(stream), self.seconds
+        )
         reader = stream.attach(0)
         self._streams[stream.name] = stream
-        self._shares.add(stream.owner, stream.name, STREAM_BYTES)
+        self._shares.add(caller(), stream.name, STREAM_BYTES)
         while (excess := self._shares.excess()) is not None:
             self._streams[excess].end()
         return reader
 
-    def resume(self, last_event_id: str) -> Reader:
+    def resume(self, last_event_id: str, salt: str | None = None) -> Reader:
         """Return a reader of the events after ``last_event_id``. Raises `ApiError` 404."""
         name, _, number = last_event_id.partition(":")
         is_number = number.isascii() and number.isdigit() and len(number) < 16
-        return self.attach(name, int(number) + 1 if is_number else -1)
+        return self.attach(name, int(number) + 1 if is_number else -1, salt)
 
-    def attach(self, name: str, start: int) -> Reader:
+    def attach(self, name: str, start: int, salt: str | None = None) -> Reader:
         """Return a reader of a stream's events from number ``start`` on. Raises `ApiError` 404."""
         stream = self._streams.get(name)
-        if stream is None or stream.owner != caller() or not stream.has(start):
+        if stream is None or stream.owner != owner_of(salt) or not stream.has(start):
             message = "no stream can be resumed from this Last-Event-ID (--resume-seconds)"
             raise ApiError(404, message, code="stream_not_found")
         return stream.attach(start)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
@@ -124,6 +124,16 @@ class Sampling(RefusedFields, kw_only=True):
     guided_grammar: Annotated[GrammarText | None, SameAs("grammar")] = None
     guided_choice: Annotated[Texts | None, SameAs("choice")] = None
 
+    def complete(self) -> None:
+        """Copy the salt of ``nvext`` to ``cache_salt``. Raises `InvalidRequest` for two salts."""
+        salt = None if self.nvext is None else self.nvext.cache_salt or None
+        if salt is None:
+            return
+        if self.cache_salt not in (None, salt):
+            message = "cache_salt and nvext.cache_salt are different: send only one of them"
+            raise InvalidRequest(message, param="nvext.cache_salt")
+        self.cache_salt = salt
+
 
 class PredictionPart(Struct):
     """A part of a prediction; only text is supported."""
@@ -166,8 +176,10 @@ def sampling_params(
     They take precedence; None means that the field was left out.
     """
     given = {name: getattr(body, name) for name in SAME_NAME}
-    if body.nvext is not None:
-        given |= _extended(given, body.nvext)
+    hints = None if body.nvext is None else body.nvext.agent_hints
+    if hints is not None and hints.priority is not None and body.priority is None:
+        # Lower numbers are more urgent in `SamplingParams`.
+        given["priority"] = -hints.priority
     for more in (structured_outputs(body.structured_outputs), own):
         for name, value in more.items():
             if value is None:
@@ -180,21 +192,6 @@ def sampling_params(
         prediction=guess.text if isinstance(guess, Prediction) else guess,
         deadline=None if body.deadline_ms is None else body.deadline_ms / 1000,
     )
-
-
-def _extended(given: Mapping[str, object], extension: NvExt) -> dict[str, object]:
-    """Return the parameters that only ``nvext`` gives. Raises `InvalidRequest` for two salts."""
-    found: dict[str, object] = {}
-    hints, salt = extension.agent_hints, extension.cache_salt or None
-    if hints is not None and hints.priority is not None and given["priority"] is None:
-        # Lower numbers are more urgent in `SamplingParams`.
-        found["priority"] = -hints.priority
-    if salt is not None:
-        if given["cache_salt"] not in (None, salt):
-            message = "cache_salt and nvext.cache_salt are different: send only one of them"
-            raise InvalidRequest(message, param="nvext.cache_salt")
-        found["cache_salt"] = salt
-    return found
 
 
 def warms_next_turn(body: Sampling) -> bool:

@@ -53,10 +53,12 @@ class Serve(Generic[B]):
         streams = self._service.streams
         if streams is None or not self._dialect.can_resume:
             return await self._dialect.submit(body)
+        salt = getattr(body, "cache_salt", None)  # some APIs have no such field
         last_event_id = request.headers.get("last-event-id")
         if last_event_id is not None:
-            return streams.resume(last_event_id)
-        return streams.begin(await self._dialect.submit(body), self._dialect.error_event)
+            return streams.resume(last_event_id, salt)
+        reply = await self._dialect.submit(body)
+        return streams.begin(reply, self._dialect.error_event, salt)
 
     def _stream(self, reply: Reply) -> EventStream:
         return EventStream(

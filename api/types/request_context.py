@@ -148,6 +148,16 @@ def at_close(action: Callable[[], None]) -> bool:
     return True
 
 
+CANCELLED = "cancelled"
+"""Key in a scope's state: set when the client cancels the answer of the request."""
+
+
+def is_cancelled() -> bool:
+    """Whether the client has cancelled the answer of the present request, rather than left."""
+    context = CONTEXT.get()
+    return context is not None and CANCELLED in context.scope["state"]
+
+
 def random_id() -> str:
     """Return a new random id of 32 hexadecimal digits."""
     return os.urandom(16).hex()

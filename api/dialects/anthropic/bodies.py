@@ -321,9 +321,12 @@ class Compact(Struct, tag="compact_20260112", kw_only=True):
 
 
 class ContextManagement(Struct, kw_only=True):
-    """``context_management``: edits of the conversation, applied in order before it is rendered."""
+    """``context_management``: edits of the conversation, applied in order before it is rendered.
 
-    edits: list[ClearToolUses | ClearThinking | Compact] = []
+    Each type may occur once.
+    """
+
+    edits: Annotated[list[ClearToolUses | ClearThinking | Compact], Meta(max_length=3)] = []
 
 
 class CompactionConfig(Struct, kw_only=True):

@@ -90,7 +90,7 @@ class MessagesRoute(MessagesDialect[MessagesRequest]):
         body = self.context.in_effect(body)
         if body.context_management is None and body.compaction is None:
             return await self._answer(body)
-        return await self.context.open(body, Route(self._answer, self._writer))
+        return await self.context.open(body, Route(read_chat, self._answer, self._writer))
 
     async def _answer(self, body: MessagesRequest, make: Make = MessageWriter) -> Reply:
         """Render the conversation, locate its breakpoints and submit it.

@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ....core.errors import InvalidRequest, PromptTooLong
+from ...runtime.chat import ChatAnswer
 from ...runtime.conversation.chat_input import ChatInput
 from ...serving.answers import prewarm
 from ...serving.dialect import READS, Dialect, Endpoints, delete, get
@@ -26,7 +27,7 @@ from ..openai.bodies import Message
 from ..openai.breakpoints import with_breakpoints
 from .answers import CompactedResponse, Deleted, InputTokens, ItemList, ResponseBody, StreamEvent
 from .bodies import Item, ResponsesRequest
-from .compaction.compactor import Compactor
+from .compaction.compactor import Compaction, Compactor
 from .compaction.reply import CompactingReply, CompactingWriter
 from .compaction.sealed import TRIGGER, user_messages
 from .items import Thread, kept_items, read_items, thread_of
@@ -136,7 +137,7 @@ class ResponsesRoute(ResponsesDialect):
 
         def keep(response: ResponseBody, answer_ids: Sequence[int]) -> None:
             # A later response on the same connection may continue one that is not stored.
-            if is_stored or at_close(lambda: self._forget(owner, response.id)):
+            if is_stored or at_close(partial(self._forget, owner, response.id)):
                 kept = kept_items(items)
                 self.store.put(owner, response, kept, answer_ids, is_shown=is_stored)
 
@@ -145,7 +146,18 @@ class ResponsesRoute(ResponsesDialect):
         if is_asked or is_due:
             compacting = CompactingWriter(self.service, body, params, served, keep)
             compact = partial(self.compactor.compact, body, thread, chat, keeps_last=not is_asked)
-            proceed = partial(self.service.chat.open, request_id=compacting.id, hands_out=is_stored)
+
+            async def proceed(done: Compaction) -> ChatAnswer:
+                options = body.prompt_cache_options
+                pinned = await with_breakpoints(self.service, done.messages, options, done.chat)
+                compacting.pinned(pinned.breakpoints)
+                return await self.service.chat.open(
+                    pinned.chat,
+                    request_id=compacting.id,
+                    prompt=pinned.prompt,
+                    hands_out=is_stored,
+                )
+
             return CompactingReply(self.service, compacting, compact, None if is_asked else proceed)
         try:
             options = body.prompt_cache_options
@@ -222,8 +234,11 @@ class KeptResponses(Endpoints):
         """Return the events after number ``after``. Raises `InvalidRequest` and `ApiError` 404."""
         streams = self.service.streams
         if streams is None:
-            raise InvalidRequest("stream needs a server with --resume-seconds", param="stream")
-        reader = streams.attach(request.path_params["id"], after + 1)
+            raise InvalidRequest(
+                "resuming a stream needs a server with --resume-seconds", param="stream"
+            )
+        salt = request.query_params.get("cache_salt")
+        reader = streams.attach(request.path_params["id"], after + 1, salt)
         seconds = self.service.settings.limits.ping_seconds
         return EventStream(reader.events(), close=reader.close, ping_seconds=seconds)
 

@@ -8,7 +8,7 @@ the prefix cache.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from msgspec.structs import replace
 
 from ....core.errors import DeadlineExceeded, EngineDead, PromptTooLong, Unavailable
 from ....core.interface.request import Usage
+from ...media.sources import ImageSource, split_marks
 from ...types.results import ToolChoice, batch_usage
 from ...types.sampling_params import SamplingParams
 from ..chat import ChatClient
@@ -115,6 +116,7 @@ class Summarizer:
             question,
             params=SamplingParams(**params),
             cache=replace(question.cache, pins=()),
+            warms_next=False,
         )
         answer = await self._client.open(question)
         done = await answer.completion()
@@ -175,6 +177,7 @@ def _question(chat: ChatInput, end: int, asked: str) -> ChatInput:
     return dataclasses.replace(
         chat,
         messages=[*chat.messages[:end], {"role": "user", "content": asked}],
+        images=_images(chat, range(end)),
         handles=[each for each in chat.handles if each.index < end],
         paths=[*paths, paths[-1] if paths else "messages"],
         tool_choice=ToolChoice(mode="none"),
@@ -199,4 +202,18 @@ def _with_summary(chat: ChatInput, end: int, summary: str) -> ChatInput:
         for each in chat.handles
         if each.index in moved
     ]
-    return dataclasses.replace(chat, messages=messages, paths=paths, handles=handles)
+    return dataclasses.replace(
+        chat, messages=messages, images=_images(chat, {*kept}), paths=paths, handles=handles
+    )
+
+
+def _images(chat: ChatInput, kept: Collection[int]) -> list[ImageSource]:
+    """Return the images of the messages ``kept`` of a conversation, in order."""
+    known, left = {each.digest: each for each in chat.images}, iter(chat.images)
+    found: list[ImageSource] = []
+    for index, message in enumerate(chat.messages):
+        content = message.get("content")
+        parts = split_marks(content, known) if known and isinstance(content, str) else []
+        images = [next(left) for part in parts if isinstance(part, ImageSource)]
+        found += images if index in kept else []
+    return found

@@ -150,8 +150,15 @@ class Connection(H11Protocol):
             super().data_received(data)
 
     def handle_events(self) -> None:
-        """Set the timer for the client's next data; no timer runs while the server works."""
+        """Set the timer for the client's next data; no timer runs while the server works.
+
+        A WebSocket has a protocol and limits of its own, so no timer outlasts the handshake.
+        """
         super().handle_events()
+        if self.transport.get_protocol() is not self:
+            self._forget_header()
+            self._forget_body()
+            return
         if self._is_refused:  # the timer is already set
             return
         self._expect_body()

@@ -14,7 +14,7 @@ from ...serving.errors import ApiError, to_api_error
 from ...serving.limits import Limits
 from ...types.request_context import AT_CLOSE
 from ..error_forms import error_response
-from .events import Cancel, ClientEvent, Create, read_event, refused
+from .events import Cancel, read_event, refused
 from .turn import PATH, Turn
 
 logger = logging.getLogger(__name__)
@@ -89,16 +89,9 @@ class _Connection:
             if isinstance(event, Cancel):
                 self._cancel(event)
             else:
-                self._begin(self._turn(event), group)
+                self._begin(Turn(self._scope, event, self._frame), group)
         except ApiError as error:
             await self._frame(refused(error))
-
-    def _turn(self, event: ClientEvent) -> Turn:
-        if isinstance(event, Create):
-            return Turn(self._scope, event.lane, event.body, self._frame)
-        assert not isinstance(event, Cancel)
-        last = f"{event.response_id}:{event.starting_after}"
-        return Turn(self._scope, event.lane, b'{"stream":true}', self._frame, last)
 
     def _begin(self, turn: Turn, group: asyncio.TaskGroup) -> None:
         """Run a turn after earlier turns of its lane. Raises `ApiError` 429 for too many turns."""
@@ -132,8 +125,11 @@ class _Connection:
     def _cancel(self, event: Cancel) -> None:
         """Cancel a response. Raises `ApiError` 404 if it is not running."""
         for lane, turn in self._running.items():
-            is_named = turn.response_id == event.response_id
-            if is_named or (event.response_id is None and lane == event.lane):
+            if event.response_id is None:
+                is_meant = lane == event.lane
+            else:
+                is_meant = turn.response_id == event.response_id
+            if is_meant:
                 turn.cancel()
                 return
         raise ApiError(

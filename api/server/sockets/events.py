@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ from ...serving.errors import ApiError, bad_json
 
 CREATE, CANCEL, RESUME = "response.create", "response.cancel", "response.resume"
 MAX_LANE_CHARS = 256
+_RESPONSE_ID = re.compile(r"[A-Za-z0-9_-]{1,256}")
 DATA = b"data: "
 _encode = msgspec.json.Encoder().encode
 _read_fields = msgspec.json.Decoder(dict[str, Raw]).decode
@@ -32,11 +34,15 @@ class Cancel(Struct, frozen=True, kw_only=True):
 
 
 class Resume(Struct, frozen=True, kw_only=True):
-    """``response.resume``: asks for the events of a response after number ``starting_after``."""
+    """``response.resume``: asks for the events of a response after a sequence number.
+
+    ``starting_after``: -1 asks for all events. ``cache_salt``: the salt of the response.
+    """
 
     lane: str | None
     response_id: str
     starting_after: int
+    cache_salt: str | None = None
 
 
 ClientEvent = Create | Cancel | Resume
@@ -71,6 +77,7 @@ class CancelledFrame(Struct, kw_only=True, tag_field="type", tag="response.cance
 def read_event(data: bytes) -> ClientEvent:
     """Return the event of a client. Raises `ApiError` 400, which names the field."""
     try:
+        data.decode()  # msgspec does not check the UTF-8 of `Raw` fields
         fields = _read_fields(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise bad_json(error) from None
@@ -82,11 +89,20 @@ def read_event(data: bytes) -> ClientEvent:
     if kind == CANCEL:
         return Cancel(lane=lane, response_id=_field(fields, "response_id", str | None))
     if kind == RESUME:
-        after = _field(fields, "starting_after", int)
-        return Resume(
-            lane=lane, response_id=_field(fields, "response_id", str), starting_after=after
-        )
+        return _resume(fields, lane)
     raise _wrong("type", f"must be {CREATE}, {CANCEL} or {RESUME}")
+
+
+def _resume(fields: dict[str, Raw], lane: str | None) -> Resume:
+    response_id = _field(fields, "response_id", str)
+    if _RESPONSE_ID.fullmatch(response_id) is None:
+        raise _wrong("response_id", "is not the id of a response")
+    return Resume(
+        lane=lane,
+        response_id=response_id,
+        starting_after=_field(fields, "starting_after", int),
+        cache_salt=_field(fields, "cache_salt", str | None),
+    )
 
 
 def _body(fields: dict[str, Raw]) -> bytes:

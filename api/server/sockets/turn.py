@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
+from urllib.parse import urlencode
 
 import msgspec
 from starlette.types import ASGIApp, Message, Scope
 
-from ...types.request_context import header
-from .events import cancelled, error_frame, event_data, in_lane
+from ...types.request_context import CANCELLED, header
+from .events import Create, Resume, cancelled, error_frame, event_data, in_lane
 
 PATH = "/v1/responses"
 OWN_HEADERS = frozenset(
@@ -28,34 +29,28 @@ SendFrame = Callable[[bytes], Awaitable[None]]
 class Turn:
     """One response: the HTTP request that asks for it, and the frames of its events.
 
-    All layers of the server treat the turn as an HTTP request: keys, limits, logs and metrics apply
-    to it. ``lane``: the ``stream_id`` of its events. ``last_event_id``: the event after which to
-    resume a stream.
+    All layers of the server treat it as a request of its own: keys, limits, logs and metrics apply
+    as over HTTP.
     """
 
-    def __init__(
-        self,
-        scope: Scope,
-        lane: str | None,
-        body: bytes,
-        send_frame: SendFrame,
-        last_event_id: str | None = None,
-    ) -> None:
-        self.lane, self.num_bytes = lane, len(body)
-        self.response_id: str | None = None  # known once the response has begun
-        self._scope = http_scope(scope, body, last_event_id)
-        self._body, self._send_frame = body, send_frame
+    def __init__(self, scope: Scope, event: Create | Resume, send_frame: SendFrame) -> None:
+        self._body = event.body if isinstance(event, Create) else b""
+        self.lane, self.num_bytes = event.lane, len(self._body)
+        # the id of a new response is known once it has begun
+        self.response_id = event.response_id if isinstance(event, Resume) else None
+        self._scope, self._send_frame = http_scope(scope, event), send_frame
         self._gone = asyncio.Event()
         self._is_cancelled = False
         self.has_ended = False  # whether the last event was sent
-        self._began: dict[str, Any] = {}  # the response in its first event
-        self._num_events = 0
+        self._began: dict[str, Any] = {}  # the response as it began
+        # number of the next event
+        self._num_events = event.starting_after + 1 if isinstance(event, Resume) else 0
         self._status, self._error = 0, bytearray()
         self._headers: dict[str, str] = {}  # headers of the HTTP answer to repeat in error events
 
     def cancel(self) -> None:
-        """End the response and send ``response.cancelled`` to the client."""
-        self._is_cancelled = True
+        """End the response. The client gets a last event."""
+        self._is_cancelled = self._scope["state"][CANCELLED] = True
         self.leave()
 
     def leave(self) -> None:
@@ -92,14 +87,15 @@ class Turn:
             return
         self._error += body
         if not message.get("more_body", False):
-            self.has_ended = True
             frame = error_frame(self._status, bytes(self._error), self.lane, self._headers)
+            self.has_ended = True
             await self._send_frame(frame)
 
     async def _send_event(self, data: bytes) -> None:
         if data.startswith(b'{"error"'):
+            frame = error_frame(500, data, self.lane)
             self.has_ended = True
-            await self._send_frame(error_frame(500, data, self.lane))
+            await self._send_frame(frame)
             return
         if data.startswith(FIRST):
             self._began = msgspec.json.decode(data)["response"]
@@ -109,28 +105,30 @@ class Turn:
         await self._send_frame(in_lane(data, self.lane))
 
 
-def http_scope(scope: Scope, body: bytes, last_event_id: str | None) -> Scope:
-    """Return the ASGI scope of a POST request with ``body``, made from a WebSocket's ``scope``."""
+def http_scope(scope: Scope, event: Create | Resume) -> Scope:
+    """Return the scope of the HTTP request for an event of a WebSocket's client."""
     headers = [
         (name, value)
         for name, value in scope["headers"]
         if name not in OWN_HEADERS and not name.startswith(WEBSOCKET)
     ]
-    headers += [
-        (b"content-type", b"application/json"),
-        (b"content-length", str(len(body)).encode()),
-    ]
-    if last_event_id is not None:
-        headers.append((b"last-event-id", last_event_id.encode()))
+    method, path, query = "POST", PATH, {}
+    if isinstance(event, Create):
+        size = str(len(event.body)).encode()
+        headers += [(b"content-type", b"application/json"), (b"content-length", size)]
+    else:
+        method, path = "GET", f"{PATH}/{event.response_id}"
+        query = {"stream": "true", "starting_after": str(event.starting_after)}
+        query |= {} if event.cache_salt is None else {"cache_salt": event.cache_salt}
     return {
         "type": "http",
         "asgi": scope["asgi"],
         "http_version": "1.1",
-        "method": "POST",
+        "method": method,
         "scheme": "https" if scope["scheme"] == "wss" else "http",
-        "path": PATH,
-        "raw_path": PATH.encode(),
-        "query_string": b"",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": urlencode(query).encode(),
         "root_path": "",
         "headers": headers,
         "client": scope.get("client"),

@@ -154,6 +154,25 @@ def test_instructions_add_to_an_edit_and_replace_those_of_a_compaction(post, pro
     assert INSTRUCTIONS in prompt()
 
 
+@pytest.mark.parametrize("fields", [managed(), summarize()])
+def test_the_request_for_a_summary_has_the_options_of_the_body(post, engine, fields):
+    options = {
+        "cache": {"read": True, "write": False},
+        "cache_salt": "tenant",
+        "priority": 7,
+        "deadline_ms": 60_000,
+        "seed": 11,
+        "temperature": 0.5,
+        "nvext": {"agent_hints": {"speculative_prefill": True}},
+    }
+    assert post(messages=[*HISTORY, QUESTION], **fields, **options).status_code == 200
+    asked = engine.requests[0]
+    assert (asked.cache.read, asked.cache.write) == (True, False)
+    assert (asked.namespace, asked.tenant, asked.priority) == ("tenant", "tenant", 7)
+    assert 0 < asked.deadline <= 60
+    assert (asked.sampling.params.seed, asked.sampling.params.temperature) == (11, 0.5)
+
+
 def test_a_compaction_is_a_signed_block_alone(post, prompt):
     talk = [*HISTORY, *HISTORY]
     count = "/v1/messages/count_tokens"

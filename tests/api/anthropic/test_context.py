@@ -191,6 +191,8 @@ def test_a_count_is_of_the_edited_conversation(post):
         (edits({"type": "clear_other"}), "context_management.edits[0].type"),
         (edits({"type": USES, "trigger": {"type": "input_tokens"}}),
          "context_management.edits[0].trigger"),
+        (edits(*[{"type": USES}] * 4), "length <= 3"),
+        (edits({"type": USES}, {"type": USES}), "context_management.edits[1]"),
         (edits({"type": USES}, {"type": USES, "keep": {"type": "tool_uses", "value": -1}}),
          "context_management.edits[1].keep.value"),
         (edits({"type": THINKING, "keep": "some"}), "context_management.edits[0].keep"),

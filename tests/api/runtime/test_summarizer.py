@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from foretoken import InvalidRequest
+from foretoken.api.media.sources import ImageSource
 from foretoken.api.runtime.chat import ChatClient
 from foretoken.api.runtime.compaction.summarizer import HEAD, Summarizer
 from foretoken.api.runtime.conversation.chat_input import ChatInput, Handle
@@ -102,6 +103,35 @@ def test_token_ids_stay_with_their_messages(run, engine, tokenizer):
         return await Summarizer(llm, ChatClient(llm)).summarize(chat)
 
     assert run(body).usage.spliced_tokens == len(ids)
+
+
+def test_each_pass_has_the_images_of_its_messages(run, engine, tokenizer):
+    engine.answers = lambda _: [*tokenizer.encode_word("Sum."), tokenizer.vocab["<|im_end|>"]]
+    images = [ImageSource(f"data:{number % 9}", str(number)) for number in range(20)]
+    messages = [{"role": "assistant", "content": f"{each.mark} {WORDS}"} for each in images]
+    chat = ChatInput(messages=messages, images=images, params=SamplingParams())
+    asked: list[ChatInput] = []
+
+    async def body(llm: Any) -> Any:
+        client = ChatClient(llm)
+        submit = client.open
+
+        async def record(question: ChatInput) -> Any:
+            asked.append(question)
+            return await submit(question)
+
+        client.open = record
+        return await Summarizer(llm, client).summarize(chat)
+
+    run(body)
+    assert len(asked) > 1
+    assert [image for question in asked for image in question.images] == images
+    for question in asked:
+        marked = [each for each in question.messages if each["role"] == "assistant"]
+        assert all(
+            each["content"].startswith(image.mark)
+            for each, image in zip(marked, question.images, strict=True)
+        )
 
 
 @pytest.mark.parametrize(

@@ -113,6 +113,29 @@ def test_another_key_resumes_nothing(serve, engine):
     assert stream(server, "/v1/chat/completions", mine | mark)[-1].data == "[DONE]"
 
 
+def test_another_salt_resumes_nothing(serve, engine):
+    server = serve(resume_seconds=FAR_FUTURE)
+    url = f"{server.url}/v1/responses"
+
+    def post(mark=None, **salt) -> str:
+        body = {**BODIES["/v1/responses"], "stream": True, **salt}
+        return httpx.post(url, json=body, headers=mark, timeout=SECONDS).text
+
+    begun = EventParser().feed(post(nvext={"cache_salt": "a"}).encode())
+    mark = {"Last-Event-ID": begun[2].id}
+    name = json.loads(begun[0].data)["response"]["id"]
+    assert "stream_not_found" in post(mark)
+    assert "stream_not_found" in post(mark, cache_salt="b")
+    assert begun[-1].data in post(mark, cache_salt="a")
+    asked = {"stream": "true", "starting_after": "2"}
+    answers = [
+        httpx.get(f"{url}/{name}", params=asked | salt, timeout=SECONDS)
+        for salt in ({}, {"cache_salt": "b"}, {"cache_salt": "a"})
+    ]
+    assert [each.status_code for each in answers] == [404, 404, 200]
+    assert begun[-1].data in answers[-1].text
+
+
 def test_without_the_flag_there_are_no_ids_and_who_leaves_ends_his_request(server, engine):
     engine.by_hand = True
     body = {**BODIES["/v1/chat/completions"], "stream": True}

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Generic, TypeVar
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from .....core.errors import InvalidRequest, PromptTooLong
@@ -55,9 +56,11 @@ class Edited(Generic[C]):
 class Route:
     """The functions of a route that the manager calls.
 
-    ``answer`` renders and submits a body. ``writer`` returns the writer of the answer to a body.
+    ``read`` returns the chat request of a body. ``answer`` renders and submits a body. ``writer``
+    returns the writer of an answer.
     """
 
+    read: Callable[[MessagesRequest], ChatInput]
     answer: Callable[[MessagesRequest, Make], Awaitable[Reply]]
     writer: Callable[[MessagesRequest, Breakpoints, Make], MessageWriter]
 
@@ -90,14 +93,17 @@ class ContextManager:
         return await route.answer(body, _made(Managed(edits=edited.applied)))
 
     async def edited(self, body: C) -> Edited[C]:
-        """Return the body without the tool results and reasoning that its edits clear."""
+        """Return the body with the parts cleared that its edits name. Raises `InvalidRequest`."""
         edited = Edited(body)
+        _check_edits(_edits(body))
         for edit in _edits(body):
             match edit:
                 case ClearToolUses():
                     await self._clear_tool_uses(edited, edit)
                 case ClearThinking():
-                    cleared = clear_thinking(edited.body.messages, edit)
+                    cleared = await self._service.apart(
+                        partial(clear_thinking, edited.body.messages, edit)
+                    )
                     if cleared.num_cleared:
                         num = await self._cleared(edited, cleared)
                         edited.applied.append(
@@ -109,7 +115,8 @@ class ContextManager:
 
     async def count(self, body: CountRequest) -> int:
         """Return the number of prompt tokens of a body. Raises `InvalidRequest`."""
-        return await summarizer_of(self._service).count(await self._chat(body))
+        chat = await self._service.apart(partial(read_conversation, body))
+        return await summarizer_of(self._service).count(chat)
 
     async def explain(self, error: PromptTooLong, body: MessagesRequest) -> None:
         """Add to the error's message how many prompt tokens a compaction would leave."""
@@ -120,7 +127,7 @@ class ContextManager:
 
     async def _clear_tool_uses(self, edited: Edited[C], edit: ClearToolUses) -> None:
         trigger = edit.trigger or Trigger(type="input_tokens", value=CLEARING_TOKENS)
-        cleared = clear_tool_uses(edited.body.messages, edit)
+        cleared = await self._service.apart(partial(clear_tool_uses, edited.body.messages, edit))
         if not cleared.num_cleared:
             return
         if trigger.type == "tool_uses":
@@ -161,18 +168,19 @@ class ContextManager:
         more = (edit.instructions or "").strip()
         asked = f"{INSTRUCTIONS}\n\n{more}" if more else INSTRUCTIONS
         managed, shorter = await self._summarized(
-            body, asked, applied=edited.applied, keeps_last=not pauses
+            body, route, asked, applied=edited.applied, keeps_last=not pauses
         )
         make = _made(managed)
         return _alone(body, route, make) if pauses else await route.answer(shorter, make)
 
     async def _compact_alone(self, body: MessagesRequest, route: Route, asked: str) -> Reply:
-        managed, _ = await self._summarized(body, asked, keeps_last=False, is_signature=True)
+        managed, _ = await self._summarized(body, route, asked, keeps_last=False, is_signature=True)
         return _alone(body, route, _made(managed))
 
     async def _summarized(
         self,
         body: MessagesRequest,
+        route: Route,
         asked: str,
         *,
         applied: Sequence[AppliedEdit] = (),
@@ -189,7 +197,8 @@ class ContextManager:
             raise PromptTooLong(num_left, most, param="messages", context=most + 1)
         end = last_turn(body.messages) if keeps_last else len(body.messages)
         head = replace(body, messages=body.messages[:end])
-        summary = await summarizer.summarize(await self._chat(head), asked)
+        chat = await self._service.apart(partial(route.read, head))
+        summary = await summarizer.summarize(chat, asked)
         shorter, compacted = _after(body, summary.text, keeps_last=keeps_last)
         owner = owner_of(body.cache_salt)
         block = sealed(compacted, self._seal, owner, is_signature=is_signature)
@@ -197,12 +206,19 @@ class ContextManager:
         edits = [*applied, CompactedEdit(cleared_input_tokens=num_cleared)]
         return Managed(edits=edits, block=block, spent=summary.usage), shorter
 
-    async def _chat(self, body: CountRequest) -> ChatInput:
-        return await self._service.apart(partial(read_conversation, body))
-
 
 def _edits(body: CountRequest) -> list[ClearToolUses | ClearThinking | Compact]:
     return [] if body.context_management is None else body.context_management.edits
+
+
+def _check_edits(edits: Sequence[Struct]) -> None:
+    """Raise `InvalidRequest` for two edits of the same type."""
+    kinds = [type(each) for each in edits]
+    for index, kind in enumerate(kinds):
+        if kind in kinds[:index]:
+            param = f"context_management.edits[{index}]"
+            message = f"{param}: only one edit of the type {kind.__struct_config__.tag} is allowed"
+            raise InvalidRequest(message, param=param)
 
 
 def _made(managed: Managed) -> Make:

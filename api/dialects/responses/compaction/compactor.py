@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 from .....core.errors import InvalidRequest, PromptTooLong
@@ -11,6 +12,7 @@ from ....runtime.conversation.chat_input import ChatInput
 from ....serving.compaction import explain_compaction, seal_of, summarizer_of
 from ....serving.serving_context import Service
 from ....types.request_context import owner_of
+from ...openai.bodies import Message
 from ..answers import CompactionItem, CompactionUsage
 from ..bodies import ResponsesRequest
 from ..items import Thread
@@ -33,12 +35,13 @@ HOW = "context_management, or POST /v1/responses/compact"
 class Compaction:
     """A compacted conversation.
 
-    ``item``: the compaction item. ``chat``: the request that continues the conversation. ``spent``:
-    the usage of the request for the summary.
+    ``item``: the compaction item. ``chat``: the request that continues the conversation, and
+    ``messages``: its messages. ``spent``: the usage of the request for the summary.
     """
 
     item: CompactionItem
     chat: ChatInput
+    messages: Sequence[Message]
     usage: CompactionUsage
     spent: Usage
 
@@ -85,14 +88,16 @@ class Compactor:
         """
         summarizer, most = summarizer_of(self._service), self._service.llm.built.max_model_len - 1
         num_before = await summarizer.count(chat)
-        least = await self._chat(body, _after(_compacted(thread, "", keeps_last), thread))
+        least, _ = await self._chat(body, _after(_compacted(thread, "", keeps_last), thread))
         if (num_left := await summarizer.count(least)) > most:
             raise PromptTooLong(num_left, most, param="messages", context=most + 1)
         end = last_turn(thread.items) if keeps_last else len(thread.items)
         head = Thread(thread.items[:end], thread.paths[:end])
-        summary = await summarizer.summarize(await self._chat(body, head))
+        read, _ = await self._chat(body, head)
+        # The breakpoints that let the conversation use the cache may all be in its last turn.
+        summary = await summarizer.summarize(replace(read, cache=chat.cache))
         compacted, spent = _compacted(thread, summary.text, keeps_last), summary.usage
-        shorter = await self._chat(body, _after(compacted, thread))
+        shorter, messages = await self._chat(body, _after(compacted, thread))
         usage = CompactionUsage(
             original_input_tokens=num_before,
             compacted_input_tokens=await summarizer.count(shorter),
@@ -101,19 +106,22 @@ class Compactor:
             output_tokens=spent.completion_tokens,
         )
         item = sealed(compacted, self._seal, owner_of(body.cache_salt))
-        return Compaction(item, shorter, usage, spent)
+        return Compaction(item, shorter, messages, usage, spent)
 
     async def explain(self, error: PromptTooLong, body: ResponsesRequest, thread: Thread) -> None:
         """Add to the error's message how many prompt tokens a compaction would leave."""
         summarizer, num_left = summarizer_of(self._service), None
         if _can_shorten(thread):
             compacted = _compacted(thread, "", keeps_last=True)
-            num_left = await summarizer.count(await self._chat(body, _after(compacted, thread)))
+            shorter, _ = await self._chat(body, _after(compacted, thread))
+            num_left = await summarizer.count(shorter)
         explain_compaction(error, num_left, summarizer, how=HOW)
 
-    async def _chat(self, body: ResponsesRequest, thread: Thread) -> ChatInput:
-        chat, *_ = await self._service.apart(partial(make_chat_input, body, thread))
-        return chat
+    async def _chat(
+        self, body: ResponsesRequest, thread: Thread
+    ) -> tuple[ChatInput, list[Message]]:
+        chat, _, messages = await self._service.apart(partial(make_chat_input, body, thread))
+        return chat, messages
 
 
 def _can_shorten(thread: Thread) -> bool:

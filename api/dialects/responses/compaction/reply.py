@@ -9,8 +9,8 @@ from msgspec.structs import replace
 
 from .....core.interface.request import Usage
 from ....runtime.chat import ChatAnswer
-from ....runtime.conversation.chat_input import ChatInput
 from ....serving.answers import AnswerReply
+from ....serving.caching.breakpoints import Breakpoints
 from ....serving.serving_context import Service
 from ....serving.sse import Reply
 from ..answers import (
@@ -52,6 +52,10 @@ class CompactingWriter(ResponseWriter):
         self._item = replace(compaction.item, id=self._item.id or compaction.item.id)
         return b"".join(super()._encoded([ItemDone(output_index=0, item=self._item)]))
 
+    def pinned(self, breakpoints: Breakpoints | None) -> None:
+        """Set the breakpoints of the shorter conversation, for its usage."""
+        self._breakpoints = breakpoints
+
     def alone(self) -> ResponseBody:
         """Return the complete response, whose only output is the compaction item."""
         usage = Usage() if self._compaction is None else self._compaction.spent
@@ -87,11 +91,16 @@ class CompactingReply(Reply):
         service: Service,
         writer: CompactingWriter,
         compact: Callable[[], Awaitable[Compaction]],
-        proceed: Callable[[ChatInput], Awaitable[ChatAnswer]] | None,
+        proceed: Callable[[Compaction], Awaitable[ChatAnswer]] | None,
     ) -> None:
         self._service, self._writer = service, writer
         self._compact, self._proceed = compact, proceed
         self._answer: ChatAnswer | None = None
+
+    @property
+    def name(self) -> str:
+        """The id of the response: its events have sequence numbers."""
+        return self._writer.id
 
     async def whole(self) -> object:
         """Compact the conversation, read the answer and return the response."""
@@ -127,5 +136,5 @@ class CompactingReply(Reply):
     async def _reply(self, compaction: Compaction) -> AnswerReply[ChatAnswer] | None:
         if self._proceed is None:
             return None
-        self._answer = await self._proceed(compaction.chat)
+        self._answer = await self._proceed(compaction)
         return AnswerReply(self._service, self._writer, self._answer)

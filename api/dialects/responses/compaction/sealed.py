@@ -52,23 +52,41 @@ def new_id() -> str:
 def in_effect(thread: Thread, seal: Seal, owner: Owner) -> Thread:
     """Return the thread with its last compaction item, and all before it, replaced by its content.
 
+    The messages of users that an item leaves in place are those that the item before it left.
     Raises `InvalidRequest` for an item whose content was altered or sealed by another server.
     """
-    kinds = [item.type for item in thread.items]
-    if COMPACTION not in kinds:
-        return thread
-    at = len(kinds) - 1 - kinds[::-1].index(COMPACTION)
-    item, path = thread.items[at], f"{thread.paths[at]}.encrypted_content"
+    places = [at for at, item in enumerate(thread.items) if item.type == COMPACTION]
+    found: list[tuple[int, Compacted]] = []
+    while places:
+        at = places.pop()
+        found.append((at, _opened(thread.items[at], thread.paths[at], seal, owner)))
+        if not found[-1][1].keeps_users:
+            break
+    before, begin = Thread([], []), 0
+    for at, compacted in reversed(found):
+        before = _joined(before, _between(thread, begin, at))
+        before, begin = replaced(compacted, before, Thread([], []), path=thread.paths[at]), at + 1
+    return _joined(before, _between(thread, begin, len(thread.items)))
+
+
+def _opened(item: Item, place: str, seal: Seal, owner: Owner) -> Compacted:
+    path = f"{place}.encrypted_content"
     if not isinstance(item.encrypted_content, str):
         raise InvalidRequest(f"{path} must be a text", param=path)
-    compacted = _decode(opened(seal, owner, item.encrypted_content, path))
-    rest = list(thread.items[at + 1 :])
-    if isinstance(item, AnswerItem) and rest:
-        # The first item of a stored answer has its token ids, which do not include the compaction.
-        rest[0] = AnswerItem(**msgspec.structs.asdict(rest[0]), answer_ids=item.answer_ids)
-    later = Thread(rest, thread.paths[at + 1 :])
-    before = Thread(thread.items[:at], thread.paths[:at])
-    return replaced(compacted, before, later, path=thread.paths[at])
+    return _decode(opened(seal, owner, item.encrypted_content, path))
+
+
+def _between(thread: Thread, begin: int, end: int) -> Thread:
+    """Return the items from ``begin`` to ``end``, which may follow a compaction item."""
+    items = list(thread.items[begin:end])
+    if begin and items and isinstance(last := thread.items[begin - 1], AnswerItem):
+        # The token ids of a stored answer belong to the items after its compaction item.
+        items[0] = AnswerItem(**msgspec.structs.asdict(items[0]), answer_ids=last.answer_ids)
+    return Thread(items, thread.paths[begin:end])
+
+
+def _joined(first: Thread, second: Thread) -> Thread:
+    return Thread([*first.items, *second.items], [*first.paths, *second.paths])
 
 
 def replaced(compacted: Compacted, before: Thread, later: Thread, *, path: str) -> Thread:

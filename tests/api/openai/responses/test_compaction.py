@@ -107,6 +107,25 @@ def test_an_item_stands_for_all_before_it_but_messages_of_users(client, says, pr
     assert prompt_of() == expected
 
 
+def test_a_later_compaction_brings_nothing_back_that_an_earlier_one_removed(
+    client, says, prompt_of
+):
+    first = ask(client, [*HISTORY, QUESTION], context_management=managed(60))
+    trigger = {"type": "compaction_trigger"}
+    second = ask(client, [trigger], previous_response_id=first.id)
+    expected = (
+        "<|im_start|>system\nBe kind.<|im_end|>"
+        "<|im_start|>user\nWho is my cat?<|im_end|>"
+        f"<|im_start|>user\n{HEAD}\n\nTom is a cat, Rex is a dog.<|im_end|>"
+        "<|im_start|>user\nAnd my dog?<|im_end|><|im_start|>assistant\n"
+    )
+    ask(client, "And my dog?", previous_response_id=second.id)
+    assert prompt_of() == expected
+    items = [*HISTORY, QUESTION, *map(plain, first.output), trigger, *map(plain, second.output)]
+    ask(client, [*items, {"role": "user", "content": "And my dog?"}])
+    assert prompt_of() == expected
+
+
 def test_a_conversation_above_the_threshold_is_compacted_before_its_answer(client, says, prompt_of):
     answer = ask(client, [*HISTORY, QUESTION], context_management=managed(60))
     assert kinds(answer) == ["compaction", "message"]
@@ -187,6 +206,26 @@ def test_a_summary_calls_no_tools(client, says):
     assert compact(client, extra_body={"tools": [tool]}).output[-1].type == "compaction"
 
 
+@pytest.mark.parametrize("mode", ["implicit", "explicit"])
+def test_breakpoints_let_the_summary_use_the_cache_and_are_pins_of_the_answer(
+    client, says, engine, prompt_of, tokenizer, mode
+):
+    part = {"type": "input_text", "text": "Who is my cat?"}
+    part["prompt_cache_breakpoint"] = {"mode": "explicit"}
+    answer = ask(
+        client,
+        [*HISTORY, {"role": "user", "content": [part]}],
+        context_management=managed(60),
+        extra_body={"prompt_cache_options": {"mode": mode}},
+    )
+    asked, answered = engine.requests
+    assert (asked.cache.read, asked.cache.write, asked.cache.pins) == (True, True, ())
+    [pin] = answered.cache.pins
+    head = tokenizer.decode([*answered.tokens[: pin.num_tokens]], skip_special_tokens=False)
+    assert head == prompt_of().removesuffix("<|im_start|>assistant\n")
+    assert "cache_write_tokens_details" in answer.usage.input_tokens_details.to_dict()
+
+
 def test_a_prompt_that_is_only_cached_is_not_compacted(client, says, engine):
     warm = {"prompt_cache_options": {"prewarm": True}}
     ask(client, [*HISTORY, QUESTION], context_management=managed(60), extra_body=warm)
@@ -227,6 +266,13 @@ def test_a_stream_begins_with_the_compaction_item(client, says):
     last = events[-1].response
     assert (events[-1].type, kinds(last)) == ("response.completed", ["compaction", "message"])
     assert last.output[0] == done.item
+
+
+def test_a_stream_that_compacts_is_resumed_by_its_id(connect, says):
+    client = connect(resume_seconds=3600)
+    events = list(ask(client, [*HISTORY, QUESTION], context_management=managed(60), stream=True))
+    again = client.responses.retrieve(events[0].response.id, stream=True)
+    assert list(again) == events
 
 
 def test_a_streamed_trigger_ends_with_the_item(client, says):
@@ -290,6 +336,7 @@ def test_an_item_of_another_server_or_salt_or_key_is_refused(serve, says):
     for answer in (
         post(other, input=[item, QUESTION]),
         post(one, input=[item, QUESTION], cache_salt="x"),
+        post(one, input=[item, QUESTION], nvext={"cache_salt": "x"}),
     ):
         assert answer.status_code == 400
         assert answer.json()["error"]["param"] == "input[0].encrypted_content"

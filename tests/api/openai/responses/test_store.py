@@ -85,10 +85,11 @@ def test_a_failed_answer_is_not_kept(client, engine):
         client.responses.retrieve(failed.id)
 
 
-def test_nobody_reads_what_another_key_or_salt_has_kept(server, client, say):
+@pytest.mark.parametrize("salt", [{"cache_salt": "a"}, {"nvext": {"cache_salt": "a"}}])
+def test_nobody_reads_what_another_key_or_salt_has_kept(server, client, say, salt):
     say("hello")
     mine = ask(client, store=True)
-    salted = ask(client, store=True, extra_body={"cache_salt": "a"})
+    salted = ask(client, store=True, extra_body=salt)
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="other", max_retries=0) as other:
         for response in (mine, salted):
             with pytest.raises(openai.NotFoundError):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import json
 import threading
 from collections.abc import Callable, Iterator
@@ -15,8 +17,11 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
 from foretoken import QueueFull
+from foretoken.api.dialects.responses.answers import ResponseBody
+from foretoken.api.server.sockets.connection import ResponsesSocket
 from foretoken.api.server.sockets.events import read_event
 from foretoken.api.serving.errors import ApiError
+from foretoken.api.serving.limits import Limits
 from support.fake_engine import FakeEngine
 
 SECONDS = 20.0
@@ -27,6 +32,10 @@ HANDSHAKE = {
     "sec-websocket-version": "13",
     "sec-websocket-key": "AAAAAAAAAAAAAAAAAAAAAA==",
 }
+SCOPE = {
+    "type": "websocket", "path": "/v1/responses", "scheme": "ws", "headers": [], "asgi": {},
+    "state": {},
+}  # fmt: skip
 TERMINAL = ("response.completed", "response.incomplete", "response.failed", "response.cancelled")
 
 
@@ -138,6 +147,18 @@ def test_turns_continue_each_other_also_those_that_are_not_stored(server: Any) -
     assert error["error"]["param"] == "previous_response_id"
 
 
+def test_a_connection_keeps_only_ids_of_responses_to_forget(server: Any) -> None:
+    with socket(server) as client:
+        for _ in range(20):
+            client.ask(store=False)
+
+        def num_responses() -> int:
+            gc.collect()
+            return sum(isinstance(each, ResponseBody) for each in gc.get_objects())
+
+        assert server.do(num_responses) < 10
+
+
 def test_a_warm_up_generates_nothing_and_can_be_continued(server: Any, engine: FakeEngine) -> None:
     with socket(server) as client:
         warm = client.ask(generate=False, input="a long beginning", store=False)
@@ -196,6 +217,9 @@ def test_requests_without_a_lane_run_one_after_another(server: Any) -> None:
         ({"type": "response.cancel", "response_id": "resp_0"}, "response_id"),
         ({"type": "response.resume", "response_id": "resp_0"}, "starting_after"),
         ({"type": "response.resume", "starting_after": 0}, "response_id"),
+        ({"type": "response.resume", "starting_after": 0, "response_id": "a/b"}, "response_id"),
+        ({"type": "response.resume", "starting_after": -2, "response_id": "a"}, "starting_after"),
+        ({"type": "response.cancel"}, "response_id"),
     ],
 )
 def test_a_bad_event_gets_an_error_that_names_its_field(
@@ -204,7 +228,7 @@ def test_a_bad_event_gets_an_error_that_names_its_field(
     with socket(server) as client:
         client.send(**{"input": "hi"} | event)
         error = client.next()
-        is_known = param != "response_id" or event.get("response_id") != "resp_0"
+        is_known = event.get("type") != "response.cancel" or event.get("response_id") == 4
         assert (error["type"], error["status"]) == ("error", 400 if is_known else 404)
         assert error["error"]["param"] == param
         assert client.ask()["status"] == "incomplete", "the connection goes on"
@@ -212,7 +236,7 @@ def test_a_bad_event_gets_an_error_that_names_its_field(
 
 def test_what_is_no_json_gets_an_error(server: Any) -> None:
     with socket(server) as client:
-        for data in ("{", "[1]", '"a"', "[" * 100_000):
+        for data in ("{", "[1]", '"a"', "[" * 100_000, b"\xff", b'{"type": "\xff"}'):
             client.connection.send(data)
             error = client.next()
             assert (error["type"], error["status"]) == ("error", 400)
@@ -294,6 +318,14 @@ def test_connections_beyond_the_limit_are_refused(serve: Any) -> None:
         assert client.ask()["status"] == "incomplete"
 
 
+def test_no_time_limit_of_requests_ends_an_idle_connection(serve: Any) -> None:
+    with socket(serve(header_seconds=0.1, body_seconds=0.1, idle_seconds=0.1)) as client:
+        for _ in range(2):
+            with pytest.raises(TimeoutError):
+                client.connection.recv(0.3)
+            assert client.ask()["status"] == "incomplete"
+
+
 def test_a_client_that_answers_no_ping_is_dropped(serve: Any, engine: FakeEngine) -> None:
     server = serve(ping_seconds=0.01, write_seconds=0.01)
     engine.by_hand = True
@@ -336,6 +368,91 @@ def test_a_cancelled_response_ends_at_once(server: Any, engine: FakeEngine) -> N
         wait_for(server, lambda: not server.llm._answers)
         go_on(server, engine)
         assert client.ask()["status"] == "incomplete"
+
+
+def test_a_cancel_of_a_lane_spares_the_responses_of_others_that_have_no_id_yet() -> None:
+    async def body() -> None:
+        events: asyncio.Queue[Event] = asyncio.Queue()
+        began: asyncio.Queue[None] = asyncio.Queue()
+        frames: asyncio.Queue[Event] = asyncio.Queue()
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            await receive()
+            await began.put(None)
+            await receive()  # its client leaves
+
+        layer = ResponsesSocket(app, Limits(), lambda scope: None)
+        await events.put({"type": "websocket.connect"})
+        served = asyncio.create_task(layer(dict(SCOPE), events.get, frames.put))
+        for event in ({"stream_id": "a"}, {"stream_id": "b"}):
+            event |= {"type": "response.create", "input": "hi"}
+            await events.put({"type": "websocket.receive", "text": json.dumps(event)})
+            await began.get()
+        cancel = {"type": "response.cancel", "stream_id": "b"}
+        await events.put({"type": "websocket.receive", "text": json.dumps(cancel)})
+        assert (await frames.get())["type"] == "websocket.accept"
+        last = json.loads((await frames.get())["text"])
+        assert (last["type"], last["stream_id"]) == ("response.cancelled", "b")
+        await events.put({"type": "websocket.disconnect"})
+        await served
+
+    asyncio.run(asyncio.wait_for(body(), SECONDS))
+
+
+def test_an_answer_in_another_form_is_an_error_of_its_lane() -> None:
+    async def body() -> None:
+        events: asyncio.Queue[Event] = asyncio.Queue()
+        frames: asyncio.Queue[Event] = asyncio.Queue()
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            await receive()
+            await send({"type": "http.response.start", "status": 502, "headers": []})
+            await send({"type": "http.response.body", "body": b"<p>no gateway</p>"})
+
+        layer = ResponsesSocket(app, Limits(), lambda scope: None)
+        await events.put({"type": "websocket.connect"})
+        served = asyncio.create_task(layer(dict(SCOPE), events.get, frames.put))
+        create = {"type": "response.create", "input": "hi", "stream_id": "a"}
+        await events.put({"type": "websocket.receive", "text": json.dumps(create)})
+        assert (await frames.get())["type"] == "websocket.accept"
+        error = json.loads((await frames.get())["text"])
+        assert (error["type"], error["status"], error["stream_id"]) == ("error", 500, "a")
+        await events.put({"type": "websocket.disconnect"})
+        await served
+
+    asyncio.run(asyncio.wait_for(body(), SECONDS))
+
+
+@pytest.mark.parametrize("is_resumed", [False, True])
+def test_a_cancelled_response_ends_also_where_it_could_be_resumed(
+    serve: Any, engine: FakeEngine, is_resumed: bool
+) -> None:
+    server = serve(resume_seconds=3600)
+    engine.by_hand = True
+    with socket(server) as client:
+        client.create(cache_salt="a")
+        response_id = client.next()["response"]["id"]
+        client.next()
+        wait_for(server, lambda: len(server.llm._answers) == 1)
+        if not is_resumed:
+            client.send(type="response.cancel")
+            assert client.next()["type"] == "response.cancelled"
+    if is_resumed:
+        with socket(server) as client:
+            client.send(
+                type="response.resume", response_id=response_id, starting_after=-1, cache_salt="a"
+            )
+            assert [client.next()["sequence_number"] for _ in range(2)] == [0, 1]
+            client.send(type="response.cancel", response_id=response_id)
+            last = client.next()
+            assert (last["type"], last["sequence_number"]) == ("response.cancelled", 2)
+            assert last["response"]["id"] == response_id
+    wait_for(server, lambda: not server.llm._answers)
+    with socket(server) as client:
+        client.send(
+            type="response.resume", response_id=response_id, starting_after=-1, cache_salt="a"
+        )
+        assert client.next()["error"]["code"] == "stream_not_found"
 
 
 @pytest.mark.parametrize("over", ["websocket", "http"])
@@ -382,6 +499,11 @@ def test_without_resume_seconds_there_is_nothing_to_resume(server: Any) -> None:
         kept = client.ask()
     answer = httpx.get(f"{server.url}/v1/responses/{kept['id']}?stream=true")
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "stream")
+    with socket(server) as client:
+        client.send(type="response.resume", response_id=kept["id"], starting_after=0)
+        error = client.next()
+    assert error["status"] == 400
+    assert "--resume-seconds" in error["error"]["message"]
 
 
 # -- the SDK ------------------------------------------------------------------------------------
