@@ -194,6 +194,9 @@ def many(count: int) -> list[dict[str, str]]:
         ({"questions": [PREDICATE], "input": None}, "input"),
         ({"questions": [PREDICATE], "input": INPUT * 99}, "input"),
         ({"questions": [PREDICATE, PREDICATE | {"instructions": INPUT * 99}]}, "questions[1]"),
+        *(({"questions": [PREDICATE], "input": [{"role": "user", "content": "a"}, {"type": kind}]},
+           "input[1]") for kind in ("compaction", "compaction_trigger", "additional_tools",
+                                    "web_search_call", "unknown")),
         ({"questions": [PREDICATE], "input": [{"role": "king", "content": "a"}]}, "input[0].role"),
         ({"questions": [PREDICATE], "input": [{"role": "user", "content": [
             {"type": "input_json", "data": 3}]}]}, "input[0].content[0]"),
