@@ -25,7 +25,7 @@ from support.format_texts import (
     muse,
     tagged,
 )
-from support.parse_harness import Read, read, syntax
+from support.parse_harness import Read, by_kind, read, syntax
 
 NESTED = Tool(
     name="f",
@@ -270,6 +270,17 @@ def test_muse_has_messages_to_itself_the_user_and_tools():
     )
     assert of("muse", " to=self<|message|>h <|eom|> m") == Read(thought="h <|eom|> m")
     assert of("muse", "Just words.") == Read(words="Just words.")
+
+
+def test_words_of_muse_without_a_header_are_not_held_back():
+    for words in ("Just words, without any mark, ", " to be or not to be, " * 40):
+        parser = syntax("muse").parser(tools=PLAIN_TOOLS)
+        found = by_kind(parser.feed(words * 2))
+        assert found.words.strip().startswith(words.strip())
+        found = by_kind([*parser.feed("more"), *parser.end()])
+        assert found.words.endswith("more")
+    header = f"<|start|>assistant{' to=user' * 100}<|message|>Hi."
+    assert of("muse", header).words.endswith("Hi.")
 
 
 def test_tags_of_muse_in_a_message_to_the_user_are_content():
