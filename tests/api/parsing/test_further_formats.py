@@ -175,6 +175,22 @@ def test_the_tags_of_kimi_k3_are_dropped_without_tools_too():
     assert of("kimi-k3", opened, reasoning="kimi-k3", tools=()) == Read(words="Hi.", thought="hm")
 
 
+@pytest.mark.parametrize(
+    "mark",
+    ["<|open|>response<|sep|>", "<|close|>response<|sep|>", "<|close|>message<|sep|>",
+     "<|end_of_msg|>"],
+)  # fmt: skip
+def test_tags_of_kimi_k3_may_be_part_of_an_argument(mark):
+    value = f"a {mark} b"
+    for inside in (
+        kimi_argument("s", "string", value) + kimi_argument("n", "number", "3"),
+        f'<|open|>json type="object"<|sep|>{json.dumps({"s": value, "n": 3})}<|close|>json<|sep|>',
+    ):
+        found = of("kimi-k3", f"{RESPONSE}{kimi_k3(('f', inside))}{LAST}")
+        assert arguments(found) == [{"s": value, "n": 3}]
+        assert found.words == "Hi."
+
+
 KIMI_OFF = {
     "no tag around": BOTH["kimi-k3"].removeprefix("<|open|>tools<|sep|>"),
     "no last tag": BOTH["kimi-k3"].removesuffix("<|close|>tools<|sep|>"),
