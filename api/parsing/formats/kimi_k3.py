@@ -56,7 +56,8 @@ def read_kimi_k3(source: Source, beginnings: Sequence[Beginning], offers: Offers
     """Read content and calls, and drop the tags around the sections, except in arguments."""
     known = beginnings if offers.names else ()
     inner = ReaderParser(partial(read_content, beginnings=known, offers=offers))
-    marks = outside = (*_AROUND, _CALL) if known else _AROUND
+    outside: tuple[str, ...] = (*_AROUND, _CALL) if known else _AROUND
+    marks = outside
     while True:
         reading = source.until_any(marks, Content)
         while True:
