@@ -106,8 +106,8 @@ def _verdict_text(line: OutputLine) -> tuple[str, int]:
 def _lines(file: Path, adapters: Collection[str]) -> Iterator[bytes]:
     """Yield a request, as a line of a batch file, that verifies each choice of each record.
 
-    A request for a model that is none of the ``adapters`` uses the base model. Raises
-    `InvalidRequest`.
+    A request that names one of the ``adapters`` is verified with it, any other with the base
+    model. Raises `InvalidRequest`.
     """
     import msgspec
 
