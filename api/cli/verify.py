@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +38,8 @@ def verify(parsed: argparse.Namespace) -> int:
     Raises `InvalidRequest` for an invalid file, before the model is loaded.
     """
     model, options = given_options(parsed, KINDS)
-    lines = list(_lines(Path(parsed.file)))
+    adapters = EngineConfig(lora=options.get("lora", ())).lora_folders
+    lines = list(_lines(Path(parsed.file), adapters))
     return asyncio.run(_run(lines, model, options))
 
 
@@ -102,10 +103,11 @@ def _verdict_text(line: OutputLine) -> tuple[str, int]:
     return text if first.margin is None else f"{text}, margin {first.margin:.3f}", status
 
 
-def _lines(file: Path) -> Iterator[bytes]:
+def _lines(file: Path, adapters: Collection[str]) -> Iterator[bytes]:
     """Yield a request, as a line of a batch file, that verifies each choice of each record.
 
-    Raises `InvalidRequest`.
+    A request that names one of the ``adapters`` is verified with it, any other with the base
+    model. Raises `InvalidRequest`.
     """
     import msgspec
 
@@ -119,6 +121,8 @@ def _lines(file: Path) -> Iterator[bytes]:
                 f"{where}: the request needs messages or a prompt, and the response choices",
                 param="file",
             )
+        asked = request.get("model")
+        model = asked if isinstance(asked, str) and asked in adapters else None
         for at, choice in enumerate(choices):
             index = choice.get("index", at) if isinstance(choice, dict) else at
             answer = _answer(choice, request, f"{where}, choice {index}")
@@ -127,7 +131,7 @@ def _lines(file: Path) -> Iterator[bytes]:
                     "custom_id": f"record {number}, choice {index}",
                     "method": "POST",
                     "url": path,
-                    "body": {**request, "model": None, "answer": answer, "index": index},
+                    "body": {**request, "model": model, "answer": answer, "index": index},
                 }
             )
 
@@ -140,13 +144,14 @@ def _records(file: Path) -> list[Any]:
         data = file.read_bytes()
     except OSError as error:
         raise ForetokenError(f"{file}: {error.strerror}") from None
+    bad_json = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
     try:
         whole = msgspec.json.decode(data)
         records = whole if isinstance(whole, list) else [whole]
-    except msgspec.DecodeError:
+    except bad_json:
         try:
             records = [msgspec.json.decode(line) for line in data.splitlines() if line.strip()]
-        except msgspec.DecodeError as error:
+        except bad_json as error:
             raise InvalidRequest(f"{file} is not JSON: {error}", param="file") from None
     if not records:
         raise InvalidRequest(f"{file} has no records", param="file")
@@ -168,6 +173,8 @@ def _answer(choice: object, request: Mapping[str, Any], where: str) -> dict[str,
     if (ids := choice.get("token_ids")) is not None:
         return {"token_ids": ids, "finish_reason": reason}
     message = choice.get("message") or {}
+    if not isinstance(message, dict):
+        raise InvalidRequest(f"{where}: message must be an object", param="file")
     text = message.get("content") if "messages" in request else choice.get("text")
     if not text or message.get("tool_calls") or request.get("echo"):
         raise InvalidRequest(

@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from msgspec import UNSET, UnsetType
+
 from ...core.config import parse_object
 from ...core.errors import InvalidRequest
 from ...core.interface.request import Usage
@@ -72,6 +74,12 @@ class Prices:
             + usage.completion_tokens * self.output
         )
         return round(total / PER, DIGITS)
+
+
+def total_cost(*costs: float | UnsetType) -> float | UnsetType:
+    """Return the sum of the costs of requests; UNSET without prices."""
+    known = [each for each in costs if not isinstance(each, UnsetType)]
+    return round(sum(known), DIGITS) if len(known) == len(costs) else UNSET
 
 
 def _wrong(message: str) -> InvalidRequest:

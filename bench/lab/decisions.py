@@ -89,7 +89,7 @@ async def _kind(
     for turn in range(options.rounds + 1):  # The first round is a warm-up.
         text = "".join(SENTENCE.format(index) for index in range(options.sentences))
         asked, seconds = await _decided(decider, text, questions, f"decisions {name} {turn}")
-        prompts = [asked.prompt_ids(index) for index in range(len(questions))]
+        prompts = [await asked.prompt_ids(index) for index in range(len(questions))]
         found.append((seconds, await _generated(llm, prompts, f"rows {name} {turn}")))
     ratios = [ours / theirs for ours, theirs in found[1:]]
     lengths = [len(each) for each in prompts]

@@ -28,6 +28,7 @@ both = pytest.mark.parametrize(("path", "body"), BODIES, ids=["chat", "text"])
 def url(request: pytest.FixtureRequest) -> Iterator[str]:
     """A server with an engine of its own, and one that is a front with a replica."""
     options = ["--kv-tokens", "4096", "--max-model-len", "256", "--threads", "1"]
+    options += ["--prices", json.dumps({"input": 2, "cached": 0.5, "write": 3, "output": 8})]
     with running(options, is_front=request.param == "front") as server:
         yield server.url
 
@@ -57,7 +58,11 @@ def test_each_choice_is_verified(url: str, path: str, body: dict[str, Any]) -> N
         assert (found["checked_tokens"], found["different_tokens"]) == (len(ids), 0)
         assert found["first_difference"] is None
         assert "token_ids" not in found
-        assert found["usage"]["completion_tokens"] == 0
+        usage = found["usage"]
+        assert usage["completion_tokens"] == 0
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        cost = 2 * (usage["prompt_tokens"] - cached) + 0.5 * cached
+        assert usage["cost"] == pytest.approx(cost / 1e6)
         text = choice["text"] if path == TEXT else choice["message"]["content"]
         given = {"text": text, "finish_reason": reason}
         found = verdict(url, path, body, answer=given, index=choice["index"], return_token_ids=True)

@@ -14,10 +14,13 @@ from ...serving.caching.fields import read_cache
 from ...types.sampling_params import SamplingParams
 from ..openai.reading import plain_messages, read_images, read_paths
 from ..responses.bodies import Item
-from ..responses.items import read_items, thread_of, to_messages
+from ..responses.items import HOSTED_CALLS, read_items, thread_of, to_messages
 from .bodies import DecisionsRequest
 
 JSON_KIND = "input_json"
+READ_KINDS = frozenset(
+    {"message", "reasoning", "item_reference", "agent_message", "tool_search_output"}
+)
 
 
 def read_conversation(body: DecisionsRequest, params: SamplingParams) -> ChatInput:
@@ -26,7 +29,7 @@ def read_conversation(body: DecisionsRequest, params: SamplingParams) -> ChatInp
     if not given:
         raise InvalidRequest("input must not be empty", param="input")
     if not isinstance(given, str):
-        given = [_with_texts(item, f"input[{index}]") for index, item in enumerate(given)]
+        given = [_checked(item, f"input[{index}]") for index, item in enumerate(given)]
     messages = to_messages(thread_of((), read_items(given, lambda _: None)))
     if not messages:
         raise InvalidRequest("input must have a message", param="input")
@@ -38,6 +41,18 @@ def read_conversation(body: DecisionsRequest, params: SamplingParams) -> ChatInp
         cache=read_cache(body.cache, None, body.prompt_cache_options, messages),
         cache_key=body.prompt_cache_key,
     )
+
+
+def _checked(item: Item, path: str) -> Item:
+    """Return the item with its JSON parts as text.
+
+    Raises `InvalidRequest` for a type of item that a prompt cannot contain.
+    """
+    kind = item.type or "message"
+    is_call = kind.endswith(("_call", "_call_output")) and kind not in HOSTED_CALLS
+    if not is_call and kind not in READ_KINDS:
+        raise InvalidRequest(f"{path}: items of type {kind[:64]!a} are not supported", param=path)
+    return _with_texts(item, path)
 
 
 def _with_texts(item: Item, path: str) -> Item:

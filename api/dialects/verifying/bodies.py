@@ -55,6 +55,7 @@ class VerifyUsage(Struct, kw_only=True):
     total_tokens: int
     prompt_tokens_details: VerifyPromptDetails
     verify_steps: int
+    cost: float | UnsetType = UNSET  # only with --prices
 
 
 class VerdictBody(Struct, kw_only=True):

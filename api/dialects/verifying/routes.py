@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Generic, TypeVar
 
@@ -72,6 +73,7 @@ class _Verify(Dialect[B], Generic[B]):
                 total_tokens=usage.prompt_tokens,
                 prompt_tokens_details=VerifyPromptDetails(cached_tokens=usage.cached_tokens),
                 verify_steps=usage.verify_steps,
+                cost=self.service.cost(replace(usage, completion_tokens=0), 0),
             ),
         )
 

@@ -47,14 +47,19 @@ KIMI_K3_TAGS = Tags(
     types={kind: f'type="{kind.replace("integer", "number")}"' for kind in sorted(KINDS)},
     object_marks=(f'{OPEN}json type="object"{SEP}', _closed("json")),
 )  # fmt: skip
+_CALL, _ARGUMENTS = f"{OPEN}call ", (f"{OPEN}argument ", f"{OPEN}json ")
+_ARGUMENT_ENDS, _CALL_ENDS = (_closed("argument"), _closed("json")), KIMI_K3_TAGS.closing[1:]
+_IN_CALL = (*_AROUND, *_ARGUMENTS, *_CALL_ENDS)
 
 
 def read_kimi_k3(source: Source, beginnings: Sequence[Beginning], offers: Offers) -> Reading[None]:
-    """Read content and calls, and drop the tags around the sections."""
+    """Read content and calls, and drop the tags around the sections, except in arguments."""
     known = beginnings if offers.names else ()
     inner = ReaderParser(partial(read_content, beginnings=known, offers=offers))
+    outside: tuple[str, ...] = (*_AROUND, _CALL) if known else _AROUND
+    marks = outside
     while True:
-        reading = source.until_any(_AROUND, Content)
+        reading = source.until_any(marks, Content)
         while True:
             try:
                 event = next(reading)
@@ -69,7 +74,14 @@ def read_kimi_k3(source: Source, beginnings: Sequence[Beginning], offers: Offers
         if not mark:
             yield from inner.end(is_cut=source.is_cut)
             return
-        source.take(len(mark))
+        taken = source.take(len(mark))
+        if mark in _AROUND:
+            continue
+        yield from inner.feed(taken)
+        if mark in _ARGUMENTS:
+            marks = (*_ARGUMENT_ENDS, *_CALL_ENDS)
+        else:
+            marks = outside if mark in _CALL_ENDS else _IN_CALL
 
 
 class KimiK3Grammar:

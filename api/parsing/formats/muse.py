@@ -34,7 +34,8 @@ MUSE_TAGS = Tags(
     name=NAME, argument=NAME,
 )  # fmt: skip
 MAX_HEADER_CHARS = 512
-_HEADER = re.compile(r"[\w.=, -]+")
+_IN_HEADER = re.compile(r"[\w.=, -]")
+_BEGINS = (MESSAGE, ROLE, "to=", "to =")  # beginnings of a header without ``START``
 _RECIPIENT = re.compile(r"\bto\s*=\s*([\w.-]+)")
 _SELF, _USER = "self", "user"
 _ENDS = (END, END_OF_TURN, START)
@@ -62,7 +63,11 @@ def _recipient(source: Source) -> Reading[str]:
     at = yield from source.after_white()
     if is_start := (yield from source.ahead(START, at)):
         at += len(START)
-    end = yield from source.after(_HEADER, at)
+    elif not (yield from source.which(_BEGINS, at)):
+        return ""
+    end = at
+    while end - at <= MAX_HEADER_CHARS and _IN_HEADER.match((yield from source.char(end))):
+        end += 1
     written = source.text(at, end)
     if len(written) > MAX_HEADER_CHARS or not (yield from source.ahead(MESSAGE, end)):
         source.take(at if is_start else 0)

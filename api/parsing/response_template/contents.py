@@ -18,9 +18,9 @@ from .nested import calls_alone
 
 MAX_DEPTH = 32  # maximum depth of a transform, and of parsers inside of parsers
 _PLACEHOLDER = regex.compile(r"\{(\w+(?:\.\w+)*)\}")
-_BARE_KEY = regex.compile(r'"(?:\\.|[^"\\])*"|(?<=[{,])(\s*)(\w+)(\s*):')
+_BARE_KEY = regex.compile(r'"(?:\\.|[^"\\])*+(?:"|\\?\Z)|(?<=[{,])(\s*)(\w+)(\s*):', regex.DOTALL)
 _HELD = "\x01"  # encloses a string's number, which replaces the string for a while
-SECONDS = 1.0  # time limit for the patterns of one field
+SECONDS = 0.2  # time limit for the pattern of a field's tags
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,12 +106,7 @@ def _json(text: str, args: Mapping[str, Any]) -> Any:  # noqa: ANN401 - JSON
     strings: list[str] = []
     written = text
     for begin, end in args.get("string_delims", ()):
-        pattern = f"{regex.escape(begin)}(.*?){regex.escape(end)}"
-        found = regex.split(pattern, written, flags=regex.DOTALL)
-        for at in range(1, len(found), 2):
-            strings.append(found[at])
-            found[at] = f"{_HELD}{len(strings) - 1}{_HELD}"
-        written = "".join(found)
+        written = _held(written, begin, end, strings)
     if args.get("unquoted_keys"):
         written = _BARE_KEY.sub(_quoted_key, written)
     written = regex.sub(f"{_HELD}(\\d+){_HELD}", lambda m: json.dumps(strings[int(m[1])]), written)
@@ -122,6 +117,22 @@ def _json(text: str, args: Mapping[str, Any]) -> Any:  # noqa: ANN401 - JSON
             return _text(text, args)
         raise ValueError("the text is not JSON")
     return json.loads(found_text)
+
+
+def _held(text: str, begin: str, end: str, strings: list[str]) -> str:
+    """Return a text with numbers in place of the strings between two delimiters.
+
+    The strings are appended to ``strings``.
+    """
+    pieces, at = [], 0
+    while (start := text.find(begin, at)) >= 0:
+        stop = text.find(end, start + len(begin))
+        if stop < 0:
+            break
+        pieces += [text[at:start], f"{_HELD}{len(strings)}{_HELD}"]
+        strings.append(text[start + len(begin) : stop])
+        at = stop + len(end)
+    return "".join([*pieces, text[at:]])
 
 
 def _quoted_key(found: regex.Match[str]) -> str:

@@ -23,11 +23,11 @@ from ..output_parser import (
 )
 from ..reading.answer import Beginning, read_content
 from ..reading.offers import Offers
-from .contents import SECONDS
 from .sinks import Sink, TextSink, call_sink
 from .spec import Delimiter, Field, Kind, ResponseTemplate
 
 MAX_HELD_CHARS = 1024  # a longer text is not held as the beginning of a delimiter
+SECONDS = 0.05  # time limit of one search, which blocks the event loop
 NUM_BEFORE = 64  # number of characters before a delimiter that its pattern may look at
 NUM_SEARCHED = 64  # number of characters that are searched at once where no delimiter begins
 
@@ -215,7 +215,7 @@ class TemplateReader:
             return False if self._has_ended else None
         is_open = False
         for watch in self._opens:
-            found = watch.delimiter.pattern.match(rest, partial=not self._has_ended)
+            found = self._match(watch.delimiter, rest, partial=not self._has_ended)
             if found is not None and not found.partial:
                 return False
             is_open |= found is not None
@@ -259,6 +259,16 @@ class TemplateReader:
             return None
         return found if found is None or not found.partial or found.end() > found.start() else None
 
+    def _match(
+        self, delimiter: Delimiter, text: str, at: int = 0, *, partial: bool = False
+    ) -> regex.Match[str] | None:
+        """Return the match at an offset. After a timeout nothing is found, as in `_search`."""
+        try:
+            return delimiter.pattern.match(text, at, partial=partial, timeout=SECONDS)
+        except TimeoutError:
+            self._has_failed = True
+            return None
+
     def _may_change(self, watch: _Watch, found: regex.Match[str]) -> bool:
         """Whether further text may change a match."""
         delimiter, whole = watch.delimiter, self._before + self._pending
@@ -266,7 +276,7 @@ class TemplateReader:
             return delimiter.can_grow
         if delimiter.literals:
             return False
-        again = delimiter.pattern.match(f"{whole}\0", found.start())
+        again = self._match(delimiter, f"{whole}\0", found.start())
         return again is None or again.span() != found.span() or again.groups() != found.groups()
 
 

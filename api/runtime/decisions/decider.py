@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from array import array
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
+
+import numpy as np
 
 from ....core.errors import InvalidRequest, PromptTooLong
 from ....core.interface.request import Usage
@@ -17,10 +21,10 @@ from ..conversation.chat_input import ChatInput
 from ..conversation.conversation_tokens import TAIL_IDS
 from ..engine_client import EngineClient
 from ..pooled.pooled_prompts import Pooled, PooledPrompts
-from .labels import Ids, LabelTree, Read
+from .labels import MAX_READS, Ids, LabelTree, Read
 from .questions import Question
 
-MAX_READS = 2**14  # reads of one call
+MAX_LABEL_TOKENS = 256  # so that the prefixes of one label stay small
 TEMPLATE_OPTIONS = {"add_generation_prompt": True, "enable_thinking": False}
 
 
@@ -48,16 +52,13 @@ class Decider:
         """Return the call that asks the questions about a conversation.
 
         A prompt is written just before it runs. Raises `InvalidRequest`, which names the question,
-        if the tokens of its labels do not differ, for labels that need too many reads, and for
-        images.
+        if the tokens of its labels do not differ, for a label of more than `MAX_LABEL_TOKENS`
+        tokens, for labels that need too many reads, and for images.
         """
         for image in chat.images:
             raise InvalidRequest(f"{image.param}: images are not supported", param=image.param)
         trees = await self._trees(questions)
         rows = [Row(index, read) for index, tree in enumerate(trees) for read in tree.reads]
-        if len(rows) > MAX_READS:
-            message = f"the labels of all questions need {len(rows)} reads, more than {MAX_READS}"
-            raise InvalidRequest(message, param="questions")
         rows.sort(key=lambda row: len(row.read.prefix))  # prompts that others extend come first
         prompts = _Prompts(self._chat, self._llm, chat, questions, params, rows)
         return Deciding(prompts, questions, trees, rows)
@@ -69,17 +70,29 @@ class Decider:
         known: dict[str, Ids] = {}
 
         def encode() -> list[LabelTree]:
-            return [_tree(index, listed) for index, listed in enumerate(labels)]
+            trees: list[LabelTree] = []
+            num_reads = 0
+            for index, listed in enumerate(labels):
+                trees.append(_tree(index, listed))
+                num_reads += len(trees[-1].reads)
+                if num_reads > MAX_READS:
+                    message = f"the labels of all questions need more than {MAX_READS} reads"
+                    raise InvalidRequest(message, param="questions")
+            return trees
 
         def _tree(index: int, listed: Sequence[str]) -> LabelTree:
+            param = f"questions[{index}]"
             for label in listed:
                 if label not in known:
                     literal = tokenizer.names_special(label)
-                    known[label] = tuple(tokenizer.encode_after(label, is_literal=literal))
+                    ids = tokenizer.encode_after(label, is_literal=literal)
+                    if len(ids) > MAX_LABEL_TOKENS:
+                        message = f"a label has {len(ids)} tokens, more than {MAX_LABEL_TOKENS}"
+                        raise InvalidRequest(f"{param}: {message}", param=param)
+                    known[label] = tuple(ids)
             try:
                 return LabelTree([known[label] for label in listed])
             except ValueError as error:
-                param = f"questions[{index}]"
                 raise InvalidRequest(f"{param}: {error}", param=param) from None
 
         return await tokenizer.work(num_chars, encode, "questions")
@@ -106,9 +119,9 @@ class Deciding:
         """Number of reads; each takes the log-probabilities of one row."""
         return len(self._rows)
 
-    def prompt_ids(self, question: int) -> list[int]:
-        """Return the token ids of a question's prompt. Available once ``prompts`` are read."""
-        return self._writer.token_ids[question]
+    async def prompt_ids(self, question: int) -> list[int]:
+        """Write a question's prompt again, and return its token ids."""
+        return await self._writer.write(question)
 
     def decide(self, pooled: Sequence[Pooled]) -> Decisions:
         """Return the answers. ``pooled``: the results of reading ``prompts``."""
@@ -121,27 +134,45 @@ class Deciding:
             question.decide(tree.probabilities(numbers))
             for question, tree, numbers in zip(self._questions, self._trees, found, strict=True)
         ]
-        prompts = [self.prompt_ids(index) for index in range(len(self._questions))]
-        return Decisions(answers=answers, usage=shared_usage(prompts, list(usages.values())))
+        usage = self._writer.lengths.usage(list(usages.values()))
+        return Decisions(answers=answers, usage=usage)
 
 
-def shared_usage(prompts: Sequence[list[int]], usages: Sequence[Usage]) -> Usage:
-    """Return the usage of prompts with a common prefix; count the prefix once."""
-    first, last = min(prompts), max(prompts)
-    pairs = enumerate(zip(first, last, strict=False))
-    num_shared = next((at for at, (a, b) in pairs if a != b), min(len(first), len(last)))
-    cached = [usage.cached_tokens for usage in usages]
-    num_tokens = num_shared + sum(len(each) - num_shared for each in prompts)
-    num_cached = min(*cached, num_shared) + sum(max(0, each - num_shared) for each in cached)
-    num_written = sum(usage.cache_write_tokens for usage in usages)
-    return Usage(
-        prompt_tokens=num_tokens,
-        cached_tokens=num_cached,
-        cache_write_tokens=min(num_written, num_tokens - num_cached),
-        queue_time=min(usage.queue_time for usage in usages),
-        time_to_first_token=max(usage.time_to_first_token for usage in usages),
-        total_time=max(usage.total_time for usage in usages),
-    )
+class PromptLengths:
+    """The lengths of prompts and of their common prefix; no prompt but the prefix is kept."""
+
+    def __init__(self) -> None:
+        self._lengths: dict[int, int] = {}
+        self._shared: array[int] | None = None
+
+    def add(self, question: int, token_ids: array[int]) -> None:
+        """Note the prompt of a question."""
+        self._lengths[question] = len(token_ids)
+        if self._shared is None:
+            self._shared = token_ids
+            return
+        most = min(len(token_ids), len(self._shared))
+        differs = np.asarray(token_ids)[:most] != np.asarray(self._shared)[:most]
+        self._shared = self._shared[: int(differs.argmax()) if differs.any() else most]
+
+    def usage(self, usages: Sequence[Usage]) -> Usage:
+        """Return the usage of all prompts together; count their common prefix once.
+
+        ``usages``: the usage of each prompt.
+        """
+        num_shared = len(self._shared or ())
+        cached = [usage.cached_tokens for usage in usages]
+        num_tokens = num_shared + sum(each - num_shared for each in self._lengths.values())
+        num_cached = min(*cached, num_shared) + sum(max(0, each - num_shared) for each in cached)
+        num_written = sum(usage.cache_write_tokens for usage in usages)
+        return Usage(
+            prompt_tokens=num_tokens,
+            cached_tokens=num_cached,
+            cache_write_tokens=min(num_written, num_tokens - num_cached),
+            queue_time=min(usage.queue_time for usage in usages),
+            time_to_first_token=max(usage.time_to_first_token for usage in usages),
+            total_time=max(usage.total_time for usage in usages),
+        )
 
 
 class _Prompts:
@@ -158,7 +189,10 @@ class _Prompts:
     ) -> None:
         self._chat, self._llm, self._conversation = chat, llm, conversation
         self._questions, self._params, self._rows = questions, params, rows
-        self.token_ids: dict[int, list[int]] = {}  # token ids of each question's prompt
+        self.lengths = PromptLengths()
+        self._token_ids: dict[int, array[int]] = {}  # prompts of the questions with further rows
+        self._num_left = Counter(row.question for row in rows)
+        self._last = {row.question: index for index, row in enumerate(rows)}  # longest prefixes
 
     def pooled(self) -> PooledPrompts:
         """Return the prompts, which are rendered and computed when they are read."""
@@ -174,17 +208,34 @@ class _Prompts:
         """Return the checked token ids of the prompt of read ``index``. Raises `InvalidRequest`."""
         asked, read = self._rows[index]
         try:
-            if asked not in self.token_ids:
-                text = self._questions[asked].prompt()
-                self.token_ids[asked] = await self._write(text, f"questions[{asked}]")
-            token_ids = [*self.token_ids[asked], *read.prefix]
-            return await self._llm.check(token_ids, self._params, pooling=self._pooling(index))
+            if asked not in self._token_ids:
+                await self._begin(asked)
+            token_ids = [*self._token_ids[asked], *read.prefix]
+            self._num_left[asked] -= 1
+            if not self._num_left[asked]:
+                del self._token_ids[asked]
+            return await self._check(token_ids, index)
         except InvalidRequest as error:
             if isinstance(error, PromptTooLong):
                 error.param = f"questions[{asked}]" if await self._has_room() else "input"
             elif error.param in ("messages", "prompt"):
                 error.param = "input"
             raise
+
+    async def _begin(self, question: int) -> None:
+        """Write a question's prompt, and check that its longest read fits into the context."""
+        token_ids = array("i", await self.write(question))
+        last = self._last[question]
+        await self._check([*token_ids, *self._rows[last].read.prefix], last)
+        self.lengths.add(question, token_ids)
+        self._token_ids[question] = token_ids
+
+    async def _check(self, token_ids: Sequence[int], index: int) -> Sequence[int]:
+        return await self._llm.check(token_ids, self._params, pooling=self._pooling(index))
+
+    async def write(self, question: int) -> list[int]:
+        """Return the token ids of a question's prompt."""
+        return await self._write(self._questions[question].prompt(), f"questions[{question}]")
 
     async def _has_room(self) -> bool:
         """Whether the input fits into the context without a question."""

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 Ids = tuple[int, ...]
+MAX_READS = 2**14  # reads of one call
 
 
 class Read(NamedTuple):
@@ -21,7 +22,8 @@ class LabelTree:
 
     The log-probability of a label is the sum over its tokens. If a label is a prefix of
     others, it has the probability that the answer begins with it and with none of the others. The
-    probabilities are normalised over the labels. Raises `ValueError` for equal and empty labels.
+    probabilities are normalised over the labels. Raises `ValueError` for equal and empty labels,
+    and if more than `MAX_READS` reads are needed.
     """
 
     def __init__(self, labels: Sequence[Ids]) -> None:
@@ -32,6 +34,8 @@ class LabelTree:
         for label in labels:
             for length, token_id in enumerate(label):
                 branches.setdefault(label[:length], {})[token_id] = None
+            if len(branches) > MAX_READS:
+                raise ValueError(f"the labels need more than {MAX_READS} reads")
         self.reads = [Read(prefix, tuple(branches[prefix])) for prefix in sorted(branches, key=len)]
         """One read for each inner node of the tree, shortest prefixes first."""
 

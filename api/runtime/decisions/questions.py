@@ -18,7 +18,9 @@ from ...types.results import Decision
 MAX_QUESTIONS = 400
 MAX_CHOICES = 255
 MAX_LEVELS = 10  # so that each level's index is one digit
+MAX_LABEL_CHARS = 4096
 Text = Annotated[str, Meta(min_length=1)]
+Label = Annotated[str, Meta(min_length=1, max_length=MAX_LABEL_CHARS)]
 
 
 class TextPart(Struct, tag="input_text"):
@@ -92,7 +94,7 @@ class Predicate(Asked, tag="predicate", kw_only=True):
 class Option(Struct, kw_only=True):
     """A choice. A Boolean is written as true or false."""
 
-    value: Text | bool
+    value: Label | bool
     description: str | None = None
 
     @property
@@ -133,7 +135,7 @@ class Choice(Asked, tag="choice", kw_only=True):
 class Level(Struct, kw_only=True):
     """A level of a score."""
 
-    label: Text
+    label: Label
     description: str | None = None
 
 

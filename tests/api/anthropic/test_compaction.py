@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import httpx
@@ -82,6 +83,27 @@ def test_a_conversation_above_the_trigger_is_compacted_before_its_answer(post, p
     assert compaction["input_tokens"] > message["input_tokens"] == usage["input_tokens"]
     assert compaction["output_tokens"] > 1
     assert message["output_tokens"] == usage["output_tokens"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("pauses", [False, True])
+def test_the_cost_includes_the_summary(serve, stream, pauses):
+    url = serve(prices={"input": 2, "output": 8}).url
+    body = {"model": "tiny/model", "max_tokens": 100, "messages": [*HISTORY, QUESTION]}
+    body |= managed(pause_after_compaction=pauses)
+    sent = httpx.post(f"{url}/v1/messages", json={**body, "stream": stream}).raise_for_status()
+    if stream:
+        events = [json.loads(line[6:]) for line in sent.text.splitlines() if line[:6] == "data: "]
+        [usage] = [each["usage"] for each in events if each["type"] == "message_delta"]
+    else:
+        usage = sent.json()["usage"]
+    assert len(usage["iterations"]) == (1 if pauses else 2)
+    counted = ("input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens")
+    cost = sum(
+        2 * sum(each[name] for name in counted) + 8 * each["output_tokens"]
+        for each in usage["iterations"]
+    )
+    assert usage["cost"] == pytest.approx(cost / 1e6)
 
 
 def test_a_block_stands_for_all_before_it(post, prompt):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from foretoken import LLM, SamplingParams
 from foretoken.api.cli.commands import main
+from support.lora_models import AdaptedModel
 
 PROMPT = "def fibonacci(n):\n"
 MESSAGES = [{"role": "user", "content": "a loop"}]
@@ -39,12 +41,15 @@ def records() -> list[dict[str, Any]]:
 
 
 def verified(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    text: str | bytes,
+    flags: Sequence[str] = FLAGS,
 ) -> tuple[int, list[str], str]:
     """The exit status, the sorted lines of stdout, and stderr."""
     file = tmp_path / "recorded.json"
-    file.write_text(text, encoding="utf-8")
-    status = main(["verify", str(file), *FLAGS])
+    file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    status = main(["verify", str(file), *flags])
     shown = capsys.readouterr()
     return status, sorted(shown.out.splitlines()), shown.err
 
@@ -59,6 +64,29 @@ def test_recorded_answers_are_verified(
         assert [line.partition(":")[0] for line in shown] == names
         assert all(": verified, " in line for line in shown), shown
         assert status == 0
+
+
+def test_answers_of_an_adapter_are_verified_with_it(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    adapted = AdaptedModel(tmp_path / "adapted")
+    folder = adapted.path("sql")
+    options = {"kv_tokens": 4096, "threads": 1}
+    asked: dict[str, Any] = {"max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    records = []
+    with LLM(adapted.base, lora={"sql": folder}, **options) as llm:
+        for model in ("sql", "any", ["sql"]):
+            lora = "sql" if model == "sql" else None
+            answer = llm.generate(PROMPT, SamplingParams(**asked, lora=lora))
+            choice = {"token_ids": answer.token_ids, "finish_reason": answer.finish_reason}
+            request = {"model": model, "prompt": PROMPT, **asked}
+            records.append({"request": request, "response": {"choices": [choice]}})
+    given = [choice["response"]["choices"][0]["token_ids"] for choice in records]
+    assert given[0] != given[1]
+    flags = [str(adapted.base), "--lora", f"sql={folder}", "--kv-tokens", "4096", "--threads", "1"]
+    status, shown, _ = verified(capsys, tmp_path, json.dumps(records), flags)
+    assert [": verified, " in line for line in shown] == [True] * 3, shown
+    assert status == 0
 
 
 def test_a_different_answer_and_a_refused_one_give_status_1(
@@ -83,6 +111,14 @@ def test_a_different_answer_and_a_refused_one_give_status_1(
         ("[]", "has no records"),
         ('{"request": {}}', "response must be an object"),
         ('{"request": {"messages": []}, "response": {"choices": []}}', "record 1: the request"),
+        (b"\xff\xfe", "is not JSON"),
+        (b'{"request": "\xff"}', "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
+        ('{"request": {}}\n' + "[" * 100_000, "is not JSON"),
+        (
+            '{"request": {"messages": []}, "response": {"choices": [{"message": "Hi."}]}}',
+            "record 1, choice 0: message must be an object",
+        ),
         (
             '{"request": {"prompt": ""}, "response": {"choices": [{"text": ""}]}}',
             "record 1, choice 0 needs token_ids",
@@ -90,7 +126,7 @@ def test_a_different_answer_and_a_refused_one_give_status_1(
     ],
 )
 def test_a_bad_file_is_refused_before_the_model_is_loaded(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str, message: str
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str | bytes, message: str
 ) -> None:
     status, _, error = verified(capsys, tmp_path, text)
     assert status == 2

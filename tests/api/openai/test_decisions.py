@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,8 @@ import torch
 from foretoken import LLM, InvalidRequest
 from foretoken.api.build.built import Built
 from foretoken.api.build.engine_builder import build
+from foretoken.api.runtime.decisions.decider import Deciding, PromptLengths
+from foretoken.api.runtime.pooled.pooled_prompts import PooledPrompts
 from foretoken.core.engine.engine import Engine
 from support.embedders import TinyModel, tiny_config, write_reranker
 
@@ -152,6 +155,7 @@ def test_messages_calls_and_json_are_an_input(server: Any) -> None:
 
 
 LONG = [{"value": letter * 99} for letter in "qwx"]
+WIDE = [{"value": f"{index:03} " + "q w x " * 30} for index in range(255)]  # too many reads
 
 
 def many(count: int) -> list[dict[str, str]]:
@@ -190,6 +194,9 @@ def many(count: int) -> list[dict[str, str]]:
         ({"questions": [PREDICATE], "input": None}, "input"),
         ({"questions": [PREDICATE], "input": INPUT * 99}, "input"),
         ({"questions": [PREDICATE, PREDICATE | {"instructions": INPUT * 99}]}, "questions[1]"),
+        *(({"questions": [PREDICATE], "input": [{"role": "user", "content": "a"}, {"type": kind}]},
+           "input[1]") for kind in ("compaction", "compaction_trigger", "additional_tools",
+                                    "web_search_call", "unknown")),
         ({"questions": [PREDICATE], "input": [{"role": "king", "content": "a"}]}, "input[0].role"),
         ({"questions": [PREDICATE], "input": [{"role": "user", "content": [
             {"type": "input_json", "data": 3}]}]}, "input[0].content[0]"),
@@ -197,6 +204,11 @@ def many(count: int) -> list[dict[str, str]]:
             {"type": "input_image", "image_url": "data:image/png;base64,AA=="}]}]},
          "input[0].content[0]"),
         ({"questions": [CHOICE | {"choices": LONG}] * 400}, "questions"),
+        ({"questions": [PREDICATE, CHOICE | {"choices": WIDE}]}, "questions[1]"),
+        ({"questions": [CHOICE | {"choices": [{"value": "q" * 4097}, *CHOICES]}]},
+         "questions[0].choices[0].value"),
+        ({"questions": [SCORE | {"levels": [{"label": "q" * 4097}, *LEVELS]}]},
+         "questions[0].levels[0].label"),
         ({"questions": [PREDICATE], "truncate_prompt_tokens": 3}, "truncate_prompt_tokens"),
     ],
 )  # fmt: skip
@@ -206,6 +218,60 @@ def test_a_bad_body_is_refused_by_the_name_of_its_field(
     answer = post(server, **body)
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["param"] == param
+
+
+def test_labels_that_do_not_fit_are_refused_before_anything_is_computed(
+    server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submitted: list[str] = []
+    submit = server.llm.open
+
+    async def noting(*given: Any, **options: Any) -> Any:
+        submitted.append(options["request_id"])
+        return await submit(*given, **options)
+
+    monkeypatch.setattr(server.llm, "open", noting)
+    monkeypatch.setattr(PooledPrompts, "_num_places", 1)  # one prompt after the other
+
+    def asked(length: int) -> httpx.Response:
+        choices = [{"value": "x" * length}, *CHOICES[:1]]
+        return post(server, questions=[CHOICE | {"instructions": "q" * 60, "choices": choices}])
+
+    assert asked(150).status_code == 200
+    assert submitted
+    submitted.clear()
+    refused = asked(200)  # the prompt lists the label, and alone it would fit
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "questions[0]")
+    assert not submitted
+
+
+def test_a_label_of_too_many_tokens_is_refused(server: Any) -> None:
+    choices = [{"value": "x" * 257}, *CHOICES]
+    refused = post(server, input="Hi.", questions=[PREDICATE, CHOICE | {"choices": choices}])
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "questions[1]")
+    assert "a label has 257 tokens" in refused.json()["error"]["message"]
+
+
+def test_prompts_whose_labels_are_read_are_not_kept(
+    server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[weakref.ref[Any]] = []
+    kept: list[int] = []
+    add, decide = PromptLengths.add, Deciding.decide
+
+    def noting_add(self: PromptLengths, question: int, token_ids: Any) -> None:
+        seen.append(weakref.ref(token_ids))
+        add(self, question, token_ids)
+
+    def noting_decide(self: Deciding, pooled: Any) -> Any:
+        kept.append(sum(each() is not None for each in seen))
+        return decide(self, pooled)
+
+    monkeypatch.setattr(PromptLengths, "add", noting_add)
+    monkeypatch.setattr(Deciding, "decide", noting_decide)
+    post(server, questions=[PREDICATE, CHOICE, SCORE] * 3).raise_for_status()
+    assert len(seen) >= 9
+    assert kept == [0]
 
 
 def test_the_openai_client_reads_the_answers(connect: Any) -> None:

@@ -25,7 +25,7 @@ from support.format_texts import (
     muse,
     tagged,
 )
-from support.parse_harness import Read, read, syntax
+from support.parse_harness import Read, by_kind, read, syntax
 
 NESTED = Tool(
     name="f",
@@ -175,6 +175,22 @@ def test_the_tags_of_kimi_k3_are_dropped_without_tools_too():
     assert of("kimi-k3", opened, reasoning="kimi-k3", tools=()) == Read(words="Hi.", thought="hm")
 
 
+@pytest.mark.parametrize(
+    "mark",
+    ["<|open|>response<|sep|>", "<|close|>response<|sep|>", "<|close|>message<|sep|>",
+     "<|end_of_msg|>"],
+)  # fmt: skip
+def test_tags_of_kimi_k3_may_be_part_of_an_argument(mark):
+    value = f"a {mark} b"
+    for inside in (
+        kimi_argument("s", "string", value) + kimi_argument("n", "number", "3"),
+        f'<|open|>json type="object"<|sep|>{json.dumps({"s": value, "n": 3})}<|close|>json<|sep|>',
+    ):
+        found = of("kimi-k3", f"{RESPONSE}{kimi_k3(('f', inside))}{LAST}")
+        assert arguments(found) == [{"s": value, "n": 3}]
+        assert found.words == "Hi."
+
+
 KIMI_OFF = {
     "no tag around": BOTH["kimi-k3"].removeprefix("<|open|>tools<|sep|>"),
     "no last tag": BOTH["kimi-k3"].removesuffix("<|close|>tools<|sep|>"),
@@ -270,6 +286,17 @@ def test_muse_has_messages_to_itself_the_user_and_tools():
     )
     assert of("muse", " to=self<|message|>h <|eom|> m") == Read(thought="h <|eom|> m")
     assert of("muse", "Just words.") == Read(words="Just words.")
+
+
+def test_words_of_muse_without_a_header_are_not_held_back():
+    for words in ("Just words, without any mark, ", " to be or not to be, " * 40):
+        parser = syntax("muse").parser(tools=PLAIN_TOOLS)
+        found = by_kind(parser.feed(words * 2))
+        assert found.words.strip().startswith(words.strip())
+        found = by_kind([*parser.feed("more"), *parser.end()])
+        assert found.words.endswith("more")
+    header = f"<|start|>assistant{' to=user' * 100}<|message|>Hi."
+    assert of("muse", header).words.endswith("Hi.")
 
 
 def test_tags_of_muse_in_a_message_to_the_user_are_content():

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from foretoken import InvalidRequest, SamplingParams
 from foretoken.api.parsing.output_format import Syntax
 from foretoken.api.parsing.output_parser import CallArguments, CallBegin, Content
+from foretoken.api.parsing.response_template.contents import parse as parse_field
 from foretoken.api.types.results import Tool, ToolChoice
 from support.parse_harness import TOOLS, Read, by_kind, parse, read
 
@@ -260,6 +261,32 @@ def test_a_delimiter_inside_a_string_is_text():
         found = of(LITERAL, f"{text}\n{text}\nSo.")
         assert arguments(found) == [{"s": value}] * 2
         assert found.words == "So."
+
+
+@pytest.mark.timeout(30)  # a quadratic search takes much longer
+@pytest.mark.parametrize(
+    ("body", "value"),
+    [(r'{a: "' + r"\"" * 100_000, r'{a: "' + r"\"" * 100_000),
+     ("{a: 1} " + "<s>" * 200_000, {"a": 1}),
+     ("{a: <s>b</s>, c: <s></s>}", {"a": "b", "c": ""})],
+    ids=["quotes", "delimiters", "closed"],
+)  # fmt: skip
+def test_strings_without_an_end_are_read_in_linear_time(body, value):
+    args = {"unquoted_keys": True, "string_delims": [["<s>", "</s>"]], "allow_non_json": True}
+    found = parse_field(body, "json", args)
+    assert found == value
+
+
+@pytest.mark.timeout(30)  # without a limit this search takes days
+def test_a_slow_pattern_is_given_up_inside_a_string_too():
+    slow = r"<t>|(?:a|aa)+x"
+    spec = template(
+        {"open_pattern": slow, "close": "</t>", "content": "json", "transform": FUNCTION}
+    )
+    text = '<t>{"name": "f", "arguments": {"s": "</t>' + "a" * 90 + '"}}</t>'
+    found = syntax(spec).parser(tools=(TYPED,))
+    [(_, written, _)] = by_kind(parse(found, [text])).calls
+    assert json.loads(written) == {"s": "</t>" + "a" * 90}
 
 
 def test_calls_off_their_format_are_read():

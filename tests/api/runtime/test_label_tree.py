@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from array import array
 from collections.abc import Sequence
 
 import pytest
 
-from foretoken.api.runtime.decisions.decider import shared_usage
-from foretoken.api.runtime.decisions.labels import Ids, LabelTree
+from foretoken.api.runtime.decisions.decider import PromptLengths
+from foretoken.api.runtime.decisions.labels import MAX_READS, Ids, LabelTree
 from foretoken.core.interface.request import Usage
 
 VOCAB = range(3)
@@ -89,6 +90,20 @@ def test_equal_and_empty_labels_are_refused(labels: list[Ids]) -> None:
         LabelTree(labels)
 
 
+def test_labels_that_need_too_many_reads_are_refused() -> None:
+    first, *labels = [tuple(range(at, at + 128)) for at in range(MAX_READS // 127 + 1)]
+    with pytest.raises(ValueError, match="reads"):
+        LabelTree([first, *labels])
+    assert len(LabelTree(labels[:-1]).reads) <= MAX_READS
+
+
+def noted(prompts: Sequence[Sequence[int]]) -> PromptLengths:
+    lengths = PromptLengths()
+    for index, prompt in enumerate(prompts):
+        lengths.add(index, array("i", prompt))
+    return lengths
+
+
 def test_tokens_that_prompts_share_are_counted_once() -> None:
     prompts = [[1, 2, 3, 4, 5], [1, 2, 3, 9], [1, 2, 3, 4, 6, 7]]
     usages = [
@@ -96,8 +111,8 @@ def test_tokens_that_prompts_share_are_counted_once() -> None:
         Usage(cached_tokens=3, cache_write_tokens=1),
         Usage(cached_tokens=4, cache_write_tokens=2),
     ]
-    usage = shared_usage(prompts, usages)
+    usage = noted(prompts).usage(usages)
     assert usage.prompt_tokens == 3 + 2 + 1 + 3
     assert (usage.cached_tokens, usage.cache_write_tokens) == (1, 8)
-    again = shared_usage(prompts[:1], [Usage(cached_tokens=4)])
+    again = noted(prompts[:1]).usage([Usage(cached_tokens=4)])
     assert (again.prompt_tokens, again.cached_tokens) == (5, 4)

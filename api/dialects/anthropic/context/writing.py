@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from .....core.interface.request import Usage
 from ....runtime.chat import ChatAnswer
+from ....serving.prices import total_cost
 from ....serving.sse import ReadyReply, Reply, named_event
 from ..answers import (
     AppliedEdit,
@@ -71,7 +72,7 @@ class ManagedWriter(MessageWriter):
         return ReadyReply(self._ended(PAUSED, Usage(), []), map(named_event, events))
 
     def usage(self, usage: Usage, *, is_start: bool = False) -> MessageUsage:
-        """Return ``usage``; only its ``iterations`` include the request for a summary."""
+        """Return ``usage``; its ``iterations`` and cost include the request for a summary."""
         found = MessageWriter.usage(self, usage, is_start=is_start)
         if self.managed.block is not None:
             spent = MessageWriter.usage(self, self.managed.spent, is_start=True)
@@ -79,6 +80,7 @@ class ManagedWriter(MessageWriter):
             spent.input_tokens += spent.cache_creation_input_tokens
             # The request for the summary has no breakpoints, so it counts no cache writes.
             spent.cache_creation_input_tokens = 0
+            found.cost = total_cost(found.cost, self.service.cost(self.managed.spent, 0))
             found.iterations = [_iteration("compaction", spent)]
             if usage.prompt_tokens:
                 found.iterations.append(_iteration("message", found))

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from .....core.interface.request import Usage
 from ....runtime.chat import ChatAnswer
 from ....serving.answers import AnswerReply
-from ....serving.caching.breakpoints import Breakpoints
+from ....serving.prices import total_cost
 from ....serving.serving_context import Service
 from ....serving.sse import Reply
 from ..answers import (
@@ -76,6 +76,9 @@ class CompactingWriter(ResponseWriter):
             return response
         if response.usage is not None:
             response.usage.compaction = self._compaction.usage
+            if usage is not self._compaction.spent:
+                summary = self._service.cost(self._compaction.spent)
+                response.usage.cost = total_cost(response.usage.cost, summary)
         return replace(response, output=[self._item, *response.output])
 
 

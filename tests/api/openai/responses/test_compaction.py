@@ -80,6 +80,25 @@ def test_a_compacted_conversation_is_its_user_messages_and_a_sealed_item(client,
     assert report["output_tokens"] == done.usage.output_tokens > 5
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("is_triggered", [False, True])
+def test_the_cost_includes_the_summary(connect, says, stream, is_triggered):
+    client = connect(prices={"input": 2, "output": 8})
+    if is_triggered:
+        asked: dict[str, Any] = {"input": [*HISTORY, {"type": "compaction_trigger"}]}
+    else:
+        asked = {"input": [*HISTORY, QUESTION], "context_management": managed(1)}
+    answer = ask(client, **asked, stream=stream)
+    usage = ([*answer][-1].response if stream else answer).usage
+    spent = [usage.compaction]
+    if not is_triggered:
+        spent.append({"input_tokens": usage.input_tokens, "output_tokens": usage.output_tokens})
+    cost = sum(2 * each["input_tokens"] + 8 * each["output_tokens"] for each in spent)
+    assert usage.cost == pytest.approx(cost / 1e6)
+    done = compact(client).usage
+    assert done.cost == pytest.approx((2 * done.input_tokens + 8 * done.output_tokens) / 1e6)
+
+
 def test_the_request_for_a_summary_begins_like_the_conversation(client, says, engine, tokenizer):
     says("Sum.", "ok")
     ask(client, HISTORY, store=False)
