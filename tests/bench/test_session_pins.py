@@ -49,8 +49,8 @@ def test_a_pool_that_holds_everything_saves_all_that_was_computed_before(shapes,
 @pytest.mark.parametrize("seed", [1, 2, 3])
 @pytest.mark.parametrize("share", [2, 4])
 def test_fitted_pins_save_seven_eighths_of_what_the_oracle_saves(shapes, share, seed) -> None:
-    num_pages = run(shapes, "last use", 40_000, seed=seed).most_needed // share // PAGE_SIZE
-    saved = {name: run(shapes, name, num_pages, seed=seed).num_saved for name in POLICIES}
+    num_pages = simulated(shapes, "last use", 40_000, seed=seed).most_needed // share // PAGE_SIZE
+    saved = {name: simulated(shapes, name, num_pages, seed=seed).num_saved for name in POLICIES}
     assert saved["oracle"] == max(saved.values())
     assert saved["fitted pins"] >= 0.875 * saved["oracle"]
     assert saved["fitted pins"] > saved["fixed pins"]

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from .....core.interface.request import Usage
 from ....runtime.chat import ChatAnswer
 from ....serving.answers import AnswerReply
+from ....serving.caching.breakpoints import Breakpoints
 from ....serving.prices import total_cost
 from ....serving.serving_context import Service
 from ....serving.sse import Reply
