@@ -286,7 +286,7 @@ def test_trees_of_a_draft_model_are_the_same_over_graphs_and_without(twins: Twin
         assert twins.graphs.num_replayed - before == num_passes
     assert found[0] == found[1]
     assert survivals[0] == pytest.approx(survivals[1], abs=1e-5)
-    assert any(parents for _, parents, _ in found[0]), "a tree"
+    assert any(parents for _, parents in found[0]), "a tree"
     assert all(len(token_ids) == 5 for token_ids, *_ in found[0])
 
 
