@@ -207,7 +207,7 @@ class Request:
 
     arrival_time: float = 0.0  # time on the engine's clock
     serial: int = 0  # number of requests that arrived earlier
-    urgency: float = 0.0  # arrival time plus priority in seconds; a lower value goes first
+    urgency: float = 0.0  # arrival time plus seconds by priority; a lower value goes first
     max_len: int = 0  # maximum number of tokens of prompt and answer
     status: RequestStatus = RequestStatus.WAITING
     num_computed: int = 0  # number of leading tokens whose KV is computed
@@ -217,7 +217,7 @@ class Request:
     # number of tokens that were charged to the tenant but not computed, such as after a failed step
     num_charged_not_computed: int = 0
     num_prompt_logprobs: int = 0  # number of prompt log-probabilities that were sent
-    num_tokens_accounted: int = 0  # number of leading tokens that `usage` counts as cached
+    num_tokens_accounted: int = 0  # leading tokens that `usage` counts as cached or written
     num_uncached: int = 0  # number of tokens without cached KV when the request was queued
     is_early: bool = False  # the request was admitted before its turn, because it is short
     fault: Fault | None = None

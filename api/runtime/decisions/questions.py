@@ -69,7 +69,7 @@ class Asked(Struct, kw_only=True):
 
 
 class Predicate(Asked, tag="predicate", kw_only=True):
-    """How likely a statement about the input is true."""
+    """Asks how likely it is that a statement about the input is true."""
 
     def labels(self) -> list[str]:
         """Return yes and no."""
@@ -140,7 +140,7 @@ class Level(Struct, kw_only=True):
 
 
 class Score(Asked, tag="score", kw_only=True):
-    """How the input is rated on a scale of ordered levels, which are numbered from 0."""
+    """Asks for a rating of the input by ordered levels, which are numbered from 0."""
 
     levels: Annotated[list[Level], Meta(min_length=2, max_length=MAX_LEVELS)]
 
