@@ -112,7 +112,7 @@ def _branch_segments(
 
 
 def _runs_off_trunk(
-    scheduled: ScheduledRequest, tree: Draft, begin: int, slots: Sequence[int]
+    scheduled: ScheduledRequest, tree: Draft, begin: int, slots: list[int]
 ) -> list[Segment]:
     """Return a segment for each run of a tree after the trunk.
 
@@ -130,7 +130,7 @@ def _runs_off_trunk(
                 start=start - scheduled.extras.num_packed_away,
                 page_ids=scheduled.page_ids,
                 num_logits=stop - first,
-                tail=array("q", [*ancestors, *own]),
+                tail=array("q", ancestors + own),
                 extras=row_extras(scheduled, start, stop - first),
             )
         )
