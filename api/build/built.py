@@ -41,6 +41,7 @@ class ModelFacts(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
     # defaults for fields that a request leaves out
     sampling_defaults: SamplingDefaults = NO_DEFAULTS
     pooling: PoolingSpec = NO_POOLING  # whether the model can return embeddings or scores
+    takes_branches: bool = True  # whether prompts may have `Branches`
     takes_images: bool = False  # whether prompts may contain images
     fingerprint: bytes | None = None  # digest of everything that determines the KV, if requested
     kernels: str = ""  # identifier of the kernels, if requested; other kernels may give other bits

@@ -246,6 +246,7 @@ def _built(parts: _Parts, source: ModelSource, config: EngineConfig) -> LocalBui
         model_path=target.path,
         sampling_defaults=models.sampling_defaults,
         pooling=models.pooling,
+        takes_branches=kept.pool.states is None,
         takes_images=models.vision is not None,
         settings=parts.settings,
         fingerprint=kept.fingerprint,

@@ -273,7 +273,9 @@ def make_request(
         prediction=prepared.prediction,
         namespace=params.cache_salt if adapter is None else adapter.namespace(params.cache_salt),
         extras=request_extras(
-            None if adapter is None else adapter.loaded.weights, prepared.prompt.images
+            None if adapter is None else adapter.loaded.weights,
+            prepared.prompt.images,
+            None if pooling is None else pooling.branches_of(len(prepared.prompt.token_ids)),
         ),
         tenant=tenant_of(params.cache_salt),
         cache=prepared.cache,

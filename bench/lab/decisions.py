@@ -3,7 +3,8 @@
 Each kind of question is asked `--questions` times in one call. The baseline generates one token
 for each of the same prompts, submitted together. The call and the baseline alternate on the same
 engine, each time with a new cache salt, so that each computes the input once. A ratio is the time
-of a call divided by the time of the baseline in the same round.
+of a call divided by the time of the baseline in the same round. Rows are tokens that the model
+computes; their number does not depend on the machine.
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ from ...api.runtime.conversation.chat_input import ChatInput
 from ...api.runtime.decisions.decider import Decider, Deciding
 from ...api.runtime.decisions.questions import read_questions
 from ...api.runtime.pooled.pooled_prompts import pool_params
+from ...core.interface.request import Usage
 from ..common.report import RESULTS, heading, table, write_json
 
 SENTENCE = "The parcel of order {} arrived on time, but its box was open and one cup was broken. "
+WORDS = "refund a cup or send green boxes because most parcels were open today but nothing broke "
 CLAIM = "Claim {:03d}: the customer of the message above asks for a new cup."
 KINDS: Mapping[str, Mapping[str, Any]] = {
     "predicate": {"type": "predicate"},
@@ -41,6 +44,7 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
         ],
     },
 }
+COUNTS = {f"choice, 4 labels of {count} tokens": count for count in (1, 2, 4)}
 _OUT = RESULTS / "decisions.json"
 
 
@@ -50,7 +54,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", default="smollm2", help="folder or file of the model (smollm2)")
     parser.add_argument("--questions", type=int, default=400, help="questions of a call (400)")
     parser.add_argument("--sentences", type=int, default=12, help="sentences of the input (12)")
-    parser.add_argument("--kinds", nargs="+", default=[*KINDS], choices=KINDS, help="kinds to ask")
+    parser.add_argument(
+        "--kinds",
+        nargs="+",
+        default=[*KINDS, *COUNTS],
+        choices=[*KINDS, *COUNTS],
+        help="kinds to ask",
+    )
     parser.add_argument("--rounds", type=int, default=5, help="rounds of each kind (5)")
     parser.add_argument("--threads", type=int, default=2, help="threads of the model (2)")
     parser.add_argument("--out", type=Path, default=_OUT, help="file to write")
@@ -82,21 +92,23 @@ async def _kind(
     llm: AsyncLLM, decider: Decider, name: str, options: argparse.Namespace
 ) -> dict[str, object]:
     """Measure one kind of question; return a row of the table."""
-    questions = [
-        {**KINDS[name], "instructions": CLAIM.format(index)} for index in range(options.questions)
-    ]
+    kind = KINDS[name] if name in KINDS else _choice(llm, COUNTS[name])
+    questions = [{**kind, "instructions": CLAIM.format(at)} for at in range(options.questions)]
     found: list[tuple[float, float]] = []
     for turn in range(options.rounds + 1):  # The first round is a warm-up.
         text = "".join(SENTENCE.format(index) for index in range(options.sentences))
-        asked, seconds = await _decided(decider, text, questions, f"decisions {name} {turn}")
+        asked, seconds, num_rows = await _decided(decider, text, questions, f"call {name} {turn}")
         prompts = [await asked.prompt_ids(index) for index in range(len(questions))]
-        found.append((seconds, await _generated(llm, prompts, f"rows {name} {turn}")))
+        lone_seconds, num_lone_rows = await _generated(llm, prompts, f"rows {name} {turn}")
+        found.append((seconds, lone_seconds))
     ratios = [ours / theirs for ours, theirs in found[1:]]
     lengths = [len(each) for each in prompts]
     return {
         "questions": name,
         "reads each": asked.num_reads / len(questions),
         "tokens of a prompt": round(statistics.mean(lengths)),
+        "rows": num_rows,
+        "rows, ratio": round(num_rows / num_lone_rows, 3),
         "call, s": round(statistics.median(ours for ours, _ in found[1:]), 3),
         "rows, s": round(statistics.median(theirs for _, theirs in found[1:]), 3),
         "call / rows": round(statistics.median(ratios), 3),
@@ -107,22 +119,43 @@ async def _kind(
 
 async def _decided(
     decider: Decider, text: str, questions: Sequence[Mapping[str, Any]], salt: str
-) -> tuple[Deciding, float]:
-    """Ask questions about a text. Return the call, and the seconds that it took."""
+) -> tuple[Deciding, float, int]:
+    """Ask questions about a text. Return the call, its seconds and the computed rows."""
     params = pool_params(cache_salt=salt)
     began = time.perf_counter()
     chat = ChatInput(messages=[{"role": "user", "content": text}], params=params)
     asked = await decider.open(chat, read_questions(questions), params)
-    asked.decide(await asked.prompts.read())
-    return asked, time.perf_counter() - began
+    pooled = await asked.prompts.read()
+    asked.decide(pooled)
+    return asked, time.perf_counter() - began, sum(_num_computed(each.usage) for each in pooled)
 
 
-async def _generated(llm: AsyncLLM, prompts: Sequence[list[int]], salt: str) -> float:
-    """Generate one token for each prompt. Return the seconds that this took."""
+async def _generated(llm: AsyncLLM, prompts: Sequence[list[int]], salt: str) -> tuple[float, int]:
+    """Generate one token for each prompt. Return the seconds and the computed rows."""
     params = SamplingParams(max_tokens=1, temperature=0, cache_salt=salt)
     began = time.perf_counter()
-    await llm.generate(prompts, params)
-    return time.perf_counter() - began
+    answers = await llm.generate(prompts, params)
+    return time.perf_counter() - began, sum(_num_computed(each.usage) for each in answers)
+
+
+def _num_computed(usage: Usage) -> int:
+    return usage.prompt_tokens - usage.cached_tokens
+
+
+def _choice(llm: AsyncLLM, count: int) -> Mapping[str, Any]:
+    """Return a question with four labels of ``count`` tokens, whose first tokens differ."""
+    labels: dict[int, str] = {}  # by the first token
+    starts = [at for at, letter in enumerate(WORDS) if at == 0 or WORDS[at - 1] == " "]
+    for text in (
+        WORDS[start : start + length].strip() for length in range(1, 24) for start in starts
+    ):
+        ids = llm.tokenizer.encode_after(text)
+        if len(ids) == count:
+            labels.setdefault(ids[0], text)
+    chosen = [*labels.values()][:4]
+    if len(chosen) < 4:
+        raise ValueError(f"found {len(chosen)} labels of {count} tokens, not 4")
+    return {"type": "choice", "choices": [{"value": text} for text in chosen]}
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from ..errors import RankLost, is_out_of_memory
 from ..interface.draft import NO_DRAFT_PLAN
-from ..interface.extras.images import chunk_stop
+from ..interface.extras.branches import chunk_stop
 from ..interface.plan import (
     NO_PAGES,
     PLAIN,
@@ -164,7 +164,7 @@ def _cut(requests: Sequence[ScheduledRequest], num_tokens: int) -> list[Schedule
         extras = scheduled.extras
         if scheduled.stop - scheduled.start > 1 and (num_tokens > 0 or extras.pack is not None):
             stop = min(scheduled.stop, scheduled.start + max(1, num_tokens))
-            stop = chunk_stop(extras.images, scheduled.start, stop)
+            stop = chunk_stop(extras.images, extras.branches, scheduled.start, stop)
             num_tokens -= stop - scheduled.start
             kept.append(replace(scheduled, stop=stop))
     return kept

@@ -17,8 +17,10 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from ..interface.draft import Draft
+from ..interface.extras.branches import Branches
 from ..interface.output import TokenLogprob
 from ..interface.plan import PLAIN, ScheduledRequest
+from ..interface.sampling import Pooling
 from ..ops.batch import SamplingPlan, Segment
 from ..ops.row_extras import RowExtras, SegmentState
 from ..ops.rows.row_table import RowTable
@@ -68,6 +70,8 @@ def request_segments(
 
     ``tokens`` is extended by the tokens of the trunk.
     """
+    if scheduled.extras.branches is not None and scheduled.pools:
+        return _branch_segments(scheduled, scheduled.extras.branches, page_size)
     runs = draft.runs
     shift = scheduled.extras.num_packed_away
     trunk_len = runs[0][1] if runs else 0
@@ -81,22 +85,53 @@ def request_segments(
             extras=row_extras(scheduled, scheduled.start, len(tokens)),
         )
     ]
-    if len(runs) < 2:
-        return segments
-    spare = spare_slots(scheduled, page_size)
-    for first, stop in runs[1:]:
-        path = draft.path(first)
-        own = spare[first - trunk_len : stop - trunk_len]
-        ancestors = [spare[node - trunk_len] for node in path[:-1] if node >= trunk_len]
-        begin = scheduled.stop + len(path) - 1
+    if len(runs) > 1:
+        slots = spare_slots(scheduled, page_size)
+        segments += _runs_off_trunk(scheduled, draft, scheduled.stop, slots)
+    return segments
+
+
+def _branch_segments(
+    scheduled: ScheduledRequest, branches: Branches, page_size: int
+) -> list[Segment]:
+    """Return the segments of the last chunk of a prompt with branches.
+
+    The KV of each branch is in the slot of its index among the request's tokens.
+    """
+    tree, start = branches.tree(scheduled.tokens), scheduled.start
+    trunk_stop = branches.first + tree.trunk_len
+    first = Segment(
+        scheduled.tokens[start:trunk_stop],
+        start,
+        scheduled.page_ids,
+        num_logits=1 + tree.trunk_len,
+        extras=row_extras(scheduled, start, trunk_stop - start),
+    )
+    slots = table_slots(scheduled, trunk_stop, scheduled.stop - trunk_stop, page_size)
+    return [first, *_runs_off_trunk(scheduled, tree, branches.first, slots)]
+
+
+def _runs_off_trunk(
+    scheduled: ScheduledRequest, tree: Draft, begin: int, slots: list[int]
+) -> list[Segment]:
+    """Return a segment for each run of a tree after the trunk.
+
+    ``begin``: position of the tree's first level. ``slots``: slots of the nodes off the trunk.
+    """
+    trunk_len, segments = tree.trunk_len, []
+    for first, stop in tree.runs[1:]:
+        path = tree.path(first)
+        own = slots[first - trunk_len : stop - trunk_len]
+        ancestors = [slots[node - trunk_len] for node in path[:-1] if node >= trunk_len]
+        start = begin + len(path) - 1
         segments.append(
             Segment(
-                token_ids=draft.token_ids[first:stop],
-                start=begin - shift,
+                token_ids=tree.token_ids[first:stop],
+                start=start - scheduled.extras.num_packed_away,
                 page_ids=scheduled.page_ids,
                 num_logits=stop - first,
                 tail=array("q", ancestors + own),
-                extras=row_extras(scheduled, begin, stop - first),
+                extras=row_extras(scheduled, start, stop - first),
             )
         )
     return segments
@@ -168,7 +203,7 @@ def num_logits(scheduled: ScheduledRequest, num_drafted: int, *, samples: bool) 
     """
     pooling = scheduled.sampling.pooling
     if pooling is not None:
-        return int(scheduled.pools and bool(pooling.token_ids))
+        return len(pooling.rows) if scheduled.pools else 0
     wants_prompt = scheduled.sampling.params.prompt_logprobs is not None
     if wants_prompt and scheduled.start + 1 < scheduled.sampling.prompt_len:
         return scheduled.stop - scheduled.start + num_drafted
@@ -312,8 +347,8 @@ class StepLayout:
         ``hidden`` [num_rows, hidden], ``logits`` [num_logits, vocab].
         """
         return [
-            _pooled(each, hidden[row + each.stop - each.start - 1], logits[logit : logit + 1])
-            if each.pools
+            _pooled(each.sampling.pooling, hidden[row + each.stop - each.start - 1], logits[logit:])
+            if each.pools and each.sampling.pooling is not None
             else None
             for each, row, logit in zip(
                 self.requests, self.first_rows, self.first_logits, strict=True
@@ -339,16 +374,16 @@ def _logprobs(scheduled: ScheduledRequest, first: int, logits: Tensor) -> Sequen
     return token_logprobs(logits[first : first + len(following)], following, num_top)
 
 
-def _pooled(scheduled: ScheduledRequest, hidden: Tensor, logits: Tensor) -> array[float]:
+def _pooled(pooling: Pooling, hidden: Tensor, logits: Tensor) -> array[float]:
     """Return the pooled numbers of a request: its last row of ``hidden``, or scores of tokens.
 
-    ``hidden`` is [hidden]. ``logits`` is [1, vocab], or [0, vocab] if the request wants no scores.
+    ``hidden`` is [hidden]. The first rows of ``logits`` [_, vocab] are those of `Pooling.rows`.
     """
-    pooling = scheduled.sampling.pooling
-    if pooling is None or not pooling.token_ids:
-        found = hidden.float()
-    else:
-        found = logits[0, list(pooling.token_ids)].float()
-        if pooling.is_normalized:
-            found -= logits[0].float().logsumexp(0)
+    rows = pooling.rows
+    if not rows:
+        return array("f", hidden.float().cpu().numpy().tobytes())
+    places = [row for row, token_ids in enumerate(rows) for _ in token_ids]
+    found = logits[places, [each for token_ids in rows for each in token_ids]].float()
+    if pooling.is_normalized:
+        found -= logits[: len(rows)].float().logsumexp(1)[places]
     return array("f", found.cpu().numpy().tobytes())

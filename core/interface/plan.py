@@ -15,6 +15,7 @@ import msgspec
 
 from .draft import NO_DRAFT_PLAN, DraftPlan
 from .extras.adapter import Adapter
+from .extras.branches import Branches
 from .extras.images import PromptImage, text_ids
 from .extras.packing import KvPack
 from .sampling import SamplingMetadata
@@ -47,6 +48,7 @@ class ScheduledExtras(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     state: StateUse | None = None  # None: the model has no recurrent state
     adapter: Adapter | None = None  # the request's LoRA adapter
     images: tuple[PromptImage, ...] = ()  # all images of the prompt
+    branches: Branches | None = None  # branches at the end of the prompt
     num_packed_away: int = 0  # number of tokens before ``start`` whose KV was dropped by packing
     pack: KvPack | None = None  # packing to do before the step
 

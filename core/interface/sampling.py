@@ -10,11 +10,11 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Annotated, Any, Protocol, TypeVar
 
 import msgspec
 
-from ..errors import shown
+from ..errors import InvalidRequest, shown
 from ..options.checks import (
     MAX_INT,
     TokenId,
@@ -26,6 +26,7 @@ from ..options.checks import (
     with_defaults,
 )
 from ..options.settings import setting
+from .extras.branches import Branches
 from .extras.packing import LEAST_BUDGET
 
 MAX_LOGPROBS = 20
@@ -180,15 +181,54 @@ class Constraint(Protocol):
         """Return an equal constraint for another thread, with an empty output."""
 
 
+class BranchPooling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The numbers to read after a token of `Branches`: those of ``token_ids``, as in `Pooling`.
+
+    ``parent``: index of the branch's token that precedes it, or -1 for the prompt's last token.
+    """
+
+    parent: int
+    token_ids: Annotated[tuple[TokenId, ...], msgspec.Meta(min_length=1)]
+
+
 class Pooling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A request for numbers of the prompt's last row instead of an answer.
 
     The numbers are the hidden state after the final norm, or, with ``token_ids``, the raw logits of
-    the tokens; with ``is_normalized`` their log-probabilities.
+    the tokens; with ``is_normalized`` their log-probabilities. With ``branches``, the last tokens
+    of the request are its `Branches`. Then the numbers of the row before them are followed by those
+    of each branch. Raises ValueError for branches without ``token_ids``, and for a branch whose
+    parent does not precede it.
     """
 
     token_ids: tuple[TokenId, ...] = NO_IDS
     is_normalized: bool = False
+    branches: tuple[BranchPooling, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Check the branches."""
+        if any(not -1 <= each.parent < index for index, each in enumerate(self.branches)):
+            raise ValueError("the parent of a branch must precede it")
+        if self.branches and not self.token_ids:
+            raise ValueError("a request with branches must read token_ids")
+
+    @property
+    def rows(self) -> list[tuple[TokenId, ...]]:
+        """The tokens to read from each row of logits; empty for the hidden state."""
+        own = [self.token_ids] if self.token_ids else []
+        return own + [each.token_ids for each in self.branches]
+
+    def branches_of(self, num_tokens: int) -> Branches | None:
+        """Return the branches of a request of ``num_tokens`` tokens; None if it has none.
+
+        Raises `InvalidRequest` if no token precedes them.
+        """
+        if not self.branches:
+            return None
+        if num_tokens <= len(self.branches):
+            raise InvalidRequest("a prompt needs a token before its branches", param="prompt")
+        parents = tuple(each.parent for each in self.branches)
+        return Branches(num_tokens - len(parents), parents)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)

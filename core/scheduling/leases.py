@@ -30,11 +30,26 @@ def cache_limit(request: Request) -> int | None:
     """
     if not request.cache.read:
         return 0
+    if request.extras.branches is not None:
+        return request.extras.branches.first - 1
     if request.extras.kv_budget and request.num_output:
         return request.prompt_len  # packing rewrites the later pages: they must be private
     num_sent, wanted = request.num_prompt_logprobs, request.prompt_len - 1
     wants_logprobs = request.sampling.params.prompt_logprobs is not None
     return num_sent if wants_logprobs and num_sent < wanted else None
+
+
+def reads_prefix(request: Request) -> bool:
+    """Whether the request may read every page of its prompt from the cache, branches apart."""
+    return cache_limit(request) is None or (
+        request.cache.read and request.extras.branches is not None
+    )
+
+
+def readable_len(request: Request) -> int:
+    """Return the maximum number of tokens that a request may read from the cache."""
+    limit = cache_limit(request)
+    return len(request.tokens) - 1 if limit is None else limit
 
 
 def awaits_prefix(cache: PrefixCache, request: Request, running: Iterable[Request]) -> bool:
@@ -47,12 +62,12 @@ def awaits_prefix(cache: PrefixCache, request: Request, running: Iterable[Reques
     load = request.transfer.load
     if load is not None and not (load.is_found or load.is_over):
         return True
-    if cache_limit(request) is not None:
+    if not reads_prefix(request):
         return False
     if cache.states is not None:
         return claim_states(cache, request, running)
     upto = cache.match_len(request.tokens, namespace=request.namespace) + cache.page_size
-    if upto >= len(request.tokens):
+    if upto > readable_len(request):
         return False
     page = request.tokens[:upto]
     return any(
@@ -119,6 +134,7 @@ def publish(cache: PrefixCache, request: Request) -> None:
         num_computed = request.num_computed
         if request.extras.kv_budget:  # packing may still change the pages after the prompt
             num_computed = min(num_computed, request.prompt_len)
+        num_computed = _cacheable_len(request, num_computed)
         written = cache.publish(request.lease, request.tokens, num_computed)
         _count_written(request, written, cache.page_size)
 
@@ -132,8 +148,15 @@ def release_kv(cache: PrefixCache, request: Request, *, keep: bool = True) -> No
         # Pages of a packed answer are not cached: its KV depends on what was packed away.
         if request.num_packed_away(num_computed + 1):
             num_computed = request.prompt_len
+        num_computed = _cacheable_len(request, num_computed)
         written = cache.release(lease, request.tokens, num_computed, keep=keep)
         _count_written(request, written, cache.page_size)
+
+
+def _cacheable_len(request: Request, num_computed: int) -> int:
+    """Return how many of the first ``num_computed`` tokens may be cached: all but branches."""
+    branches = request.extras.branches
+    return num_computed if branches is None else min(num_computed, branches.first)
 
 
 def pin_prompt(cache: PrefixCache, request: Request) -> None:
@@ -157,6 +180,7 @@ def end_turn(cache: PrefixCache, request: Request, num_computed: int) -> None:
     session = request.cache.session
     if session is None:
         return
+    num_computed = _cacheable_len(request, num_computed)
     if request.cache.ends_session:
         cache.end_session(session)
         if request.cache.write:

@@ -21,7 +21,7 @@ from ...radix_cache import Eviction, KVLease, PrefixCache
 from ..interface.extras.tiers import KVTiers, PageLoad
 from ..interface.extras.transfers import PageOffer
 from ..interface.request import Request
-from .leases import cache_limit, publish
+from .leases import publish, readable_len, reads_prefix
 
 LOOKUP_SECONDS = 0.05  # time limit of a look-up; after it, no page counts as found
 MEETING_SECONDS = 0.5  # time limit of a look-up that must first connect to a peer
@@ -170,17 +170,20 @@ class PageLoads:
         only if the pool has lost pages of the request since the first one.
         """
         size, last, offer = self._cache.page_size, request.transfer.load, request.transfer.offer
-        if cache_limit(request) is not None or not self.tiers.is_open:
+        if not reads_prefix(request) or not self.tiers.is_open:
             return
         if self._cache.states is not None and not request.cache.write:
             return  # a loaded state must be published, which this request may not do
         first = self._cache.match_len(request.tokens, namespace=request.namespace) // size
         is_known = last is not None and (first >= last.first or not _is_done(last))
-        num_tokens = (len(request.tokens) - 1) // size * size - first * size
+        readable = readable_len(request)
+        num_tokens = readable // size * size - first * size
         if is_known or num_tokens < self.tiers.least_tokens:
             return
         due = now + (LOOKUP_SECONDS if offer is None else MEETING_SECONDS)
-        load = PageLoad(request.request_id, request.tokens[:], request.namespace, first, due)
+        load = PageLoad(
+            request.request_id, request.tokens[: readable + 1], request.namespace, first, due
+        )
         load.offer = offer
         self._await(request, load)
         self.look_ups.append(load)

@@ -19,7 +19,8 @@ from ...radix_cache import PrefixCache
 from ...radix_cache.audit import Steps, run
 from ..errors import ForetokenError, InvalidRequest
 from ..interface.draft import NO_DRAFT_PLAN, DraftPlan
-from ..interface.extras.images import chunk_stop
+from ..interface.extras.branches import chunk_stop
+from ..interface.extras.request_extras import PLAIN_REQUEST
 from ..interface.extras.tiers import KVTiers
 from ..interface.output import RequestOutput, StepOutput
 from ..interface.plan import NO_PAGES, ScheduledRequest, StepPlan
@@ -122,7 +123,13 @@ class Scheduler:
     # -- requests -------------------------------------------------------------------------------
 
     def check(self, request: Request, *, pending: PendingArrivals | None = NO_ARRIVALS) -> None:
-        """Refuse a request that cannot be served; raises the errors of `RequestTable.check`."""
+        """Refuse a request that cannot be served; raises the errors of `RequestTable.check`.
+
+        Raises `InvalidRequest` for branches if the model has recurrent states, which follow one
+        path.
+        """
+        if request.extras.branches is not None and self.cache.states is not None:
+            raise InvalidRequest("a model with recurrent states takes no branches", param="prompt")
         self.request_table.check(request, pending)
 
     def add(self, request: Request, now: float) -> None:
@@ -411,8 +418,8 @@ class Scheduler:
     ) -> list[ScheduledRequest]:
         """Return a chunk of each prompt that has tokens in ``shares`` and for which pages suffice.
 
-        A chunk never ends within image rows that attend to each other; to complete such rows, one
-        chunk of a step may exceed its share.
+        A chunk never cuts `undivided_runs`, such as image rows that attend to each other; to
+        complete such rows, one chunk of a step may exceed its share.
         """
         chunks, is_exceeded = [], False
         for request in prompts:
@@ -420,8 +427,9 @@ class Scheduler:
             if (packing := request.next_packing(request.num_computed)) is not None:
                 share_stop = min(share_stop, packing)
             stop = share_stop
-            if request.extras.images and stop > request.num_computed:
-                stop = chunk_stop(request.extras.images, request.num_computed, share_stop)
+            extras = request.extras
+            if extras is not PLAIN_REQUEST and stop > request.num_computed:
+                stop = chunk_stop(extras.images, extras.branches, request.num_computed, share_stop)
             if stop > share_stop:
                 if is_exceeded:
                     continue

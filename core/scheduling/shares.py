@@ -45,6 +45,7 @@ def _extras(request: Request, stop: int, state: StateUse | None) -> ScheduledExt
         state=state,
         adapter=request.extras.adapter,
         images=request.extras.images,
+        branches=request.extras.branches,
         num_packed_away=request.num_packed_away(stop),
         pack=_due_pack(request, stop),
     )

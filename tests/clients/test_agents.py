@@ -4,28 +4,32 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from clients.agent_programs import (
+    AGENTS,
+    ARE_INSTALLED,
+    EDITOR,
+    KEY,
+    MODEL,
+    NOT_INSTALLED,
+    OPENCODE,
+    claude,
+    codex,
+    opencode,
+    run,
+)
 from support.server_process import Server, running
 
 TESTS = Path(__file__).resolve().parent.parent
-AGENTS = TESTS / "clients" / "agents" / "node_modules"
-MODEL, KEY = "foretoken-64k", "sk-local"
-EDITOR = "gpt-5.5"  # Codex gives models that it knows a custom tool with a grammar, apply_patch
 HITS = 0.9  # of the second turn's prompt, at least
-SECONDS = 300
-FOREIGN = ("OPENAI_", "ANTHROPIC_", "CLAUDE", "CODEX_")  # a developer's own keys and addresses
 # What the shell puts together must not be a mark before that.
 ECHO = "echo '[''[All done.]'']'"
-
-OPENCODE = AGENTS / "opencode-linux-x64" / "bin" / "opencode"  # for one kind of machine
 # A system message comes first or not at all, arguments are objects.
 STRICT = """{%- for m in messages -%}
 {%- if m.role == 'system' and not loop.first -%}
@@ -45,10 +49,7 @@ STRICT = """{%- for m in messages -%}
 """
 
 pytestmark = [
-    pytest.mark.skipif(
-        shutil.which("node") is None or not (AGENTS / ".done").is_file(),
-        reason="npm has not installed the agents: run make test-rest",
-    ),
+    pytest.mark.skipif(not ARE_INSTALLED, reason=NOT_INSTALLED),
     pytest.mark.slow,
 ]
 
@@ -75,78 +76,6 @@ def strict(log: Path) -> Iterator[Server]:
     options = ["--port", "0", "--api-key", KEY, "--chat-template", str(template)]
     with running(started_by=[*command, *options]) as server:
         yield server
-
-
-def environment(home: Path, **more: str) -> dict[str, str]:
-    own = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
-    return {**own, "HOME": str(home), **more}
-
-
-def run(command: list[str], home: Path, told: str = "", **more: str) -> str:
-    done = subprocess.run(
-        command,
-        cwd=home,
-        env=environment(home, **more),
-        input=told,
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-def codex(
-    prompt: str,
-    url: str,
-    home: Path,
-    *,
-    goes_on: bool = False,
-    model: str = MODEL,
-    provider: str = "foretoken",
-    settings: Sequence[str] = (),
-) -> str:
-    facts = f'{{name="{provider}",base_url="{url}/v1",wire_api="responses",env_key="LOCAL_KEY"}}'
-    options = ["-c", "model_provider=foretoken", "-c", f"model_providers.foretoken={facts}"]
-    options += [word for each in settings for word in ("-c", each)]
-    sandbox = ["--skip-git-repo-check", "-s", "danger-full-access"]
-    program = [str(AGENTS / ".bin" / "codex"), "exec", *sandbox, "-m", model, *options]
-    (home / ".codex").mkdir(exist_ok=True)
-    program += ["resume", "--last"] if goes_on else []
-    return run([*program, prompt], home, CODEX_HOME=str(home / ".codex"), LOCAL_KEY=KEY)
-
-
-def claude(prompt: str, url: str, home: Path, *, goes_on: bool = False) -> str:
-    options = ["--model", MODEL, "--allowedTools", "Bash", "--output-format", "json"]
-    options += ["--continue"] if goes_on else []
-    told = run(
-        [str(AGENTS / ".bin" / "claude"), "-p", prompt, *options],
-        home,
-        ANTHROPIC_BASE_URL=url,
-        ANTHROPIC_API_KEY=KEY,
-        ANTHROPIC_DEFAULT_HAIKU_MODEL=MODEL,
-        CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC="1",
-        DISABLE_AUTOUPDATER="1",
-    )
-    return str(json.loads(told)["result"])
-
-
-def opencode(prompt: str, url: str, home: Path, *, goes_on: bool = False) -> str:
-    model = {"name": MODEL, "limit": {"context": 65536, "output": 4096}}
-    options = {"baseURL": f"{url}/v1", "apiKey": KEY}
-    provider = {"npm": "@ai-sdk/openai-compatible", "options": options, "models": {MODEL: model}}
-    config = {
-        "provider": {"foretoken": provider},
-        "model": f"foretoken/{MODEL}",
-        "small_model": f"foretoken/{MODEL}",
-        "autoupdate": False,
-        "share": "disabled",
-        "permission": {"bash": "allow"},
-    }
-    more = {"OPENCODE_CONFIG_CONTENT": json.dumps(config), "OPENCODE_DISABLE_MODELS_FETCH": "1"}
-    command = [str(OPENCODE), "run", *(["--continue"] if goes_on else [])]
-    return run(command, home, told=prompt, PWD=str(home), **more)
 
 
 RUN = {"codex": codex, "claude": claude}

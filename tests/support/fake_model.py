@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 from foretoken.core.interface.draft import Draft
+from foretoken.core.interface.extras.request_extras import request_extras
 from foretoken.core.interface.extras.tiers import KVTiers
 from foretoken.core.interface.output import RequestOutput, StepOutput
 from foretoken.core.interface.plan import ScheduledRequest, StepPlan
@@ -116,8 +117,14 @@ class FakeRunner:
             held = self.kv[self._slot(row, position)]
             assert held == hash(tuple(row.tokens[: position + 1])), "foreign KV on the path"
         path = [*row.tokens[: row.stop], *draft]
+        branches = row.extras.branches
+        first = len(path) if branches is None else branches.first
         for position in range(row.start, len(path)):
-            self.kv[self._slot(row, position)] = hash(tuple(path[: position + 1]))
+            key = tuple(path[: position + 1])
+            # The KV of a branch belongs to no prefix of the tokens.
+            self.kv[self._slot(row, position)] = hash(key if position < first else (key,))
+        if branches is not None and row.stop > first:
+            assert (row.start < first, row.stop) == (True, len(row.tokens)), "branches are divided"
         if self.states is not None:
             follow_state(self.states, row, path)
         self.num_computed += row.stop - row.start
@@ -241,7 +248,9 @@ def make_request(
         prompt_len=len(prompt),
         pooling=pooling,
     )
+    branches = None if pooling is None else pooling.branches_of(len(prompt))
     return Request(
+        extras=request_extras(None, (), branches),
         request_id=request_id,
         tokens=array("q", prompt),
         sampling=sampling,

@@ -151,7 +151,7 @@ def _check_pooled(delta: Delta, live: LiveRequest, dimensions: int) -> None:
     if (delta.pooled is not None) != has_stopped or (pooling is not None and delta.token_ids):
         raise WireError("the replica sent tokens or pooled values that the request does not want")
     if pooling is not None and delta.pooled is not None:
-        wanted = len(pooling.token_ids) or dimensions
+        wanted = sum(map(len, pooling.rows)) or dimensions
         if len(delta.pooled) != wanted:
             raise WireError(f"the replica sent {len(delta.pooled)} pooled values, not {wanted}")
 

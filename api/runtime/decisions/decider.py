@@ -21,7 +21,7 @@ from ..conversation.chat_input import ChatInput
 from ..conversation.conversation_tokens import TAIL_IDS
 from ..engine_client import EngineClient
 from ..pooled.pooled_prompts import Pooled, PooledPrompts
-from .labels import MAX_READS, Ids, LabelTree, Read
+from .labels import MAX_READS, Ids, LabelTree, Part
 from .questions import Question
 
 MAX_LABEL_TOKENS = 256  # so that the prefixes of one label stay small
@@ -29,10 +29,11 @@ TEMPLATE_OPTIONS = {"add_generation_prompt": True, "enable_thinking": False}
 
 
 class Row(NamedTuple):
-    """One read of log-probabilities, for the question with the index ``question``."""
+    """One request of a call. It reads log-probabilities for the question ``question``."""
 
     question: int
-    read: Read
+    part: Part
+    pooling: Pooling
 
 
 class Decider:
@@ -40,7 +41,9 @@ class Decider:
 
     Each question is the last message of a prompt of its own. The conversation precedes it, so its
     tokens are computed once and shared through the prefix cache. No token is generated: the
-    log-probabilities of labels are read from the last row of a prompt.
+    log-probabilities of labels are read from the last row of a prompt. The tokens of longer labels
+    follow the prompt as its branches, so that one request reads the log-probabilities of all labels
+    of a question.
     """
 
     def __init__(self, chat: ChatClient, llm: EngineClient) -> None:
@@ -58,8 +61,13 @@ class Decider:
         for image in chat.images:
             raise InvalidRequest(f"{image.param}: images are not supported", param=image.param)
         trees = await self._trees(questions)
-        rows = [Row(index, read) for index, tree in enumerate(trees) for read in tree.reads]
-        rows.sort(key=lambda row: len(row.read.prefix))  # prompts that others extend come first
+        with_branches = self._llm.built.takes_branches
+        rows = [
+            Row(index, part, part.pooling)
+            for index, tree in enumerate(trees)
+            for part in tree.parts(with_branches=with_branches)
+        ]
+        rows.sort(key=lambda row: len(row.part.prefix))  # prompts that others extend come first
         prompts = _Prompts(self._chat, self._llm, chat, questions, params, rows)
         return Deciding(prompts, questions, trees, rows)
 
@@ -74,7 +82,7 @@ class Decider:
             num_reads = 0
             for index, listed in enumerate(labels):
                 trees.append(_tree(index, listed))
-                num_reads += len(trees[-1].reads)
+                num_reads += trees[-1].num_reads
                 if num_reads > MAX_READS:
                     message = f"the labels of all questions need more than {MAX_READS} reads"
                     raise InvalidRequest(message, param="questions")
@@ -117,7 +125,7 @@ class Deciding:
     @property
     def num_reads(self) -> int:
         """Number of reads; each takes the log-probabilities of one row."""
-        return len(self._rows)
+        return sum(tree.num_reads for tree in self._trees)
 
     async def prompt_ids(self, question: int) -> list[int]:
         """Write a question's prompt again, and return its token ids."""
@@ -125,14 +133,14 @@ class Deciding:
 
     def decide(self, pooled: Sequence[Pooled]) -> Decisions:
         """Return the answers. ``pooled``: the results of reading ``prompts``."""
-        found: list[list[Sequence[float]]] = [[] for _ in self._questions]
-        usages: dict[int, Usage] = {}  # usage of each question's first read
+        found: list[dict[Ids, float]] = [{} for _ in self._questions]
+        usages: dict[int, Usage] = {}  # usage of each question's first request
         for row, each in zip(self._rows, pooled, strict=True):
-            found[row.question].append(each.numbers)
+            found[row.question].update(row.part.found(each.numbers))
             usages.setdefault(row.question, each.usage)
         answers = [
-            question.decide(tree.probabilities(numbers))
-            for question, tree, numbers in zip(self._questions, self._trees, found, strict=True)
+            question.decide(tree.probabilities(logprobs))
+            for question, tree, logprobs in zip(self._questions, self._trees, found, strict=True)
         ]
         usage = self._writer.lengths.usage(list(usages.values()))
         return Decisions(answers=answers, usage=usage)
@@ -192,7 +200,9 @@ class _Prompts:
         self.lengths = PromptLengths()
         self._token_ids: dict[int, array[int]] = {}  # prompts of the questions with further rows
         self._num_left = Counter(row.question for row in rows)
-        self._last = {row.question: index for index, row in enumerate(rows)}  # longest prefixes
+        # The longest row of each question.
+        longest = sorted(range(len(rows)), key=lambda index: len(rows[index].part.token_ids))
+        self._longest = {rows[index].question: index for index in longest}
 
     def pooled(self) -> PooledPrompts:
         """Return the prompts, which are rendered and computed when they are read."""
@@ -202,15 +212,15 @@ class _Prompts:
         )
 
     def _pooling(self, index: int) -> Pooling:
-        return Pooling(self._rows[index].read.token_ids, is_normalized=True)
+        return self._rows[index].pooling
 
     async def _prompt(self, index: int) -> Sequence[int]:
-        """Return the checked token ids of the prompt of read ``index``. Raises `InvalidRequest`."""
-        asked, read = self._rows[index]
+        """Return the checked token ids of the prompt of row ``index``. Raises `InvalidRequest`."""
+        asked, part, _ = self._rows[index]
         try:
             if asked not in self._token_ids:
                 await self._begin(asked)
-            token_ids = [*self._token_ids[asked], *read.prefix]
+            token_ids = [*self._token_ids[asked], *part.token_ids]
             self._num_left[asked] -= 1
             if not self._num_left[asked]:
                 del self._token_ids[asked]
@@ -223,10 +233,11 @@ class _Prompts:
             raise
 
     async def _begin(self, question: int) -> None:
-        """Write a question's prompt, and check that its longest read fits into the context."""
+        """Write a question's prompt, and check that its longest row fits into the context."""
         token_ids = array("i", await self.write(question))
-        last = self._last[question]
-        await self._check([*token_ids, *self._rows[last].read.prefix], last)
+        if self._num_left[question] > 1:  # otherwise `_prompt` checks the only row
+            longest = self._longest[question]
+            await self._check([*token_ids, *self._rows[longest].part.token_ids], longest)
         self.lengths.add(question, token_ids)
         self._token_ids[question] = token_ids
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
+
+from ....core.interface.sampling import BranchPooling, Pooling
 
 Ids = tuple[int, ...]
 MAX_READS = 2**14  # reads of one call
+MAX_BRANCHES = 128  # branches of one prompt, unless a single path has more
 
 
 class Read(NamedTuple):
@@ -15,6 +18,34 @@ class Read(NamedTuple):
 
     prefix: Ids
     token_ids: Ids
+
+
+class Part(NamedTuple):
+    """Reads of one request, whose prompt is the question's prompt, ``prefix`` and `branch_ids`.
+
+    The prefix of the first read is ``prefix``; each other read continues an earlier one.
+    """
+
+    prefix: Ids
+    reads: Sequence[Read]
+
+    @property
+    def token_ids(self) -> Ids:
+        """The tokens after the question's prompt: ``prefix``, then a branch for each later read."""
+        return (*self.prefix, *(read.prefix[-1] for read in self.reads[1:]))
+
+    @property
+    def pooling(self) -> Pooling:
+        """The numbers to read: the log-probabilities of each read, in order."""
+        first, *later = self.reads
+        places = {read.prefix: place for place, read in enumerate(self.reads, -1)}
+        branches = [BranchPooling(places[each.prefix[:-1]], each.token_ids) for each in later]
+        return Pooling(first.token_ids, is_normalized=True, branches=tuple(branches))
+
+    def found(self, numbers: Sequence[float]) -> Iterator[tuple[Ids, float]]:
+        """Yield the log-probability of each token that was read, by the path up to the token."""
+        paths = ((*prefix, each) for prefix, token_ids in self.reads for each in token_ids)
+        return zip(paths, numbers, strict=True)
 
 
 class LabelTree:
@@ -36,20 +67,36 @@ class LabelTree:
                 branches.setdefault(label[:length], {})[token_id] = None
             if len(branches) > MAX_READS:
                 raise ValueError(f"the labels need more than {MAX_READS} reads")
-        self.reads = [Read(prefix, tuple(branches[prefix])) for prefix in sorted(branches, key=len)]
-        """One read for each inner node of the tree, shortest prefixes first."""
+        self._reads = {prefix: Read(prefix, (*branches[prefix],)) for prefix in sorted(branches)}
 
-    def probabilities(self, found: Sequence[Sequence[float]]) -> list[float]:
+    @property
+    def num_reads(self) -> int:
+        """Number of inner nodes of the tree. The log-probabilities after each one are read."""
+        return len(self._reads)
+
+    def parts(self, *, with_branches: bool) -> list[Part]:
+        """Return the requests that read all inner nodes of the tree.
+
+        ``with_branches``: the model computes `Branches`. Then a request has up to `MAX_BRANCHES` of
+        them, and repeats the reads on the path to its first new one. Otherwise each read is a
+        request, those with the shortest prefixes first.
+        """
+        reads = [*self._reads.values()]  # depth first
+        if not with_branches:
+            return [Part(each.prefix, [each]) for each in sorted(reads, key=_depth)]
+        parts = [[reads[0]]]
+        for read in reads[1:]:
+            if len(parts[-1]) > MAX_BRANCHES:
+                parts.append([self._reads[read.prefix[:end]] for end in range(len(read.prefix))])
+            parts[-1].append(read)
+        return [Part((), each) for each in parts]
+
+    def probabilities(self, logprobs: Mapping[Ids, float]) -> list[float]:
         """Return the probabilities of the labels, with the sum 1.
 
-        ``found``: the log-probabilities that were read for each entry of `reads`. O(tokens of all
-        labels).
+        ``logprobs``: the log-probability of the last token of each path in the tree, after the
+        prompt and the tokens before it. O(tokens of all labels).
         """
-        logprobs = {
-            (*read.prefix, token_id): logprob
-            for read, values in zip(self.reads, found, strict=True)
-            for token_id, logprob in zip(read.token_ids, values, strict=True)
-        }
         wholes = {
             label: math.fsum(logprobs[label[: end + 1]] for end in range(len(label)))
             for label in self._labels
@@ -67,6 +114,10 @@ class LabelTree:
         weights = [math.exp(each - highest) for each in own]
         total = math.fsum(weights)
         return [each / total for each in weights]
+
+
+def _depth(read: Read) -> int:
+    return len(read.prefix)
 
 
 def _log(share: float) -> float:

@@ -99,18 +99,6 @@ def with_image_rows(token_ids: Sequence[int], images: Sequence[PromptImage]) -> 
     return tokens
 
 
-def chunk_stop(images: Sequence[PromptImage], start: int, stop: int) -> int:
-    """Return ``stop``, moved so that a chunk from ``start`` does not cut image rows.
-
-    This concerns runs whose rows attend to each other. A chunk that would end inside such a run
-    ends before it, or after it if the chunk begins at or inside the run.
-    """
-    for first, count in mutual_runs(images):
-        if first < stop < first + count:
-            return first if start < first else first + count
-    return stop
-
-
 def mutual_runs(images: Sequence[PromptImage]) -> list[tuple[int, int]]:
     """Return the runs of ``images`` whose rows attend to each other: (position, number of rows)."""
     return [run for image in images if image.is_mutual for run in image.runs]

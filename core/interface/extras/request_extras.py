@@ -6,6 +6,7 @@ import msgspec
 
 from ....radix_cache import HeldPages
 from .adapter import Adapter
+from .branches import Branches
 from .images import PromptImage
 from .tiers import PageLoad
 from .transfers import PageOffer
@@ -19,6 +20,8 @@ class RequestExtras(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     adapter: Adapter | None = None  # the LoRA adapter of this request
     images: tuple[PromptImage, ...] = ()  # images, whose rows have negative ids among the tokens
+
+    branches: Branches | None = None  # tokens of several paths, at the end of the prompt
 
     # Number of answer tokens that keep their KV; 0: all. It is set when the request is queued.
     kv_budget: int = 0
@@ -45,8 +48,10 @@ class Transfer(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 NO_TRANSFER = Transfer()
 
 
-def request_extras(adapter: Adapter | None, images: tuple[PromptImage, ...]) -> RequestExtras:
-    """Return the extras of a new request; `PLAIN_REQUEST` without adapter and images."""
-    if adapter is None and not images:
+def request_extras(
+    adapter: Adapter | None, images: tuple[PromptImage, ...], branches: Branches | None = None
+) -> RequestExtras:
+    """Return the extras of a new request; `PLAIN_REQUEST` if it has none of these."""
+    if adapter is None and not images and branches is None:
         return PLAIN_REQUEST
-    return RequestExtras(adapter=adapter, images=images)
+    return RequestExtras(adapter=adapter, images=images, branches=branches)

@@ -55,8 +55,8 @@ MUTATIONS = (
     ),
     Mutation(
         "lora-branch-of-a-draft-is-the-bases",
-        "request_segments",
-        "extras=row_extras(scheduled, begin, stop - first),",
+        "_runs_off_trunk",
+        "extras=row_extras(scheduled, start, stop - first),",
         "extras=None,",
         ("test_trees_of_adapted_requests_change_no_token",),
         "all rows of a draft are verified with the request's adapter",

@@ -40,7 +40,7 @@ MUTATIONS = (
     Mutation(
         "image-is-cut-when-memory-runs-out",
         "_cut",
-        "stop = chunk_stop(extras.images, scheduled.start, stop)",
+        "stop = chunk_stop(extras.images, extras.branches, scheduled.start, stop)",
         "stop = int(stop)",
         ("test_an_image_is_not_cut_however_little_memory_there_is",),
         "one step computes all rows of an image that see each other",

@@ -7,7 +7,7 @@ from ..mutation import Mutation
 MUTATIONS = (
     Mutation(
         "layout-tail-leaves-out-ancestors",
-        "request_segments",
+        "_runs_off_trunk",
         'tail=array("q", ancestors + own),',
         'tail=array("q", own),',
         ("test_random_steps_have_the_bytes_of_their_segments",),

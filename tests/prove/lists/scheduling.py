@@ -6,6 +6,14 @@ from ..mutation import Mutation
 
 MUTATIONS = (
     Mutation(
+        "branches-are-cached",
+        "_cacheable_len",
+        "return num_computed if branches is None else min(num_computed, branches.first)",
+        "return num_computed",
+        ("test_pages_with_branches_are_not_cached",),
+        "no prefix of the tokens leads to the KV of a branch",
+    ),
+    Mutation(
         "scheduler-keeps-what-a-failed-row-wrote",
         "Scheduler._commit_request",
         "self._finish(request, delta, now, keep=out.error is None)",

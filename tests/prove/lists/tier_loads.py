@@ -122,7 +122,7 @@ MUTATIONS = (
     Mutation(
         "loads-for-who-reads-no-cache",
         "PageLoads.look_up",
-        "if cache_limit(request) is not None or",
+        "if not reads_prefix(request) or",
         "if",
         ("test_who_must_compute_the_prompt_loads_nothing",),
         "cache.read=False, and log-probabilities of every prompt token",
