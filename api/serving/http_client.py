@@ -40,8 +40,10 @@ class HttpServer:
 
     async def models(self) -> list[dict[str, Any]]:
         """Return the entries of ``/v1/models``, at least one. Raises `ForetokenError`."""
-        match await self.json("GET", "/v1/models"):
-            case {"data": [{"id": str()}, *_] as models}:
+        found = await self.json("GET", "/v1/models")
+        match found:
+            case {"data": [{"id": str()}, *_]}:
+                models: list[dict[str, Any]] = found["data"]
                 return models
         raise ForetokenError(f"{self.url} did not return a list of models at /v1/models")
 
