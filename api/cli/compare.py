@@ -17,7 +17,7 @@ from .outputs import check_out
 
 if TYPE_CHECKING:
     from ..compare.runner import Plan
-    from ..compare.statistics import Interval
+    from ..compare.statistics import ConfidenceSequence
     from ..compare.tasks import TaskFile
     from ..compare.variants import Variant
 
@@ -153,10 +153,9 @@ async def _run(
         has_judge=parsed.judge is not None,
     )
 
-    def tell(num: int, difference: float, interval: Interval) -> None:
-        if num % max(1, num_tasks // LOOKS_TOLD) == 0:
-            line = progress_line(num, num_tasks, difference, *interval)
-            print(line, file=sys.stderr, flush=True)
+    def tell(look: ConfidenceSequence) -> None:
+        if look.num % max(1, num_tasks // LOOKS_TOLD) == 0:
+            print(progress_line(look, num_tasks), file=sys.stderr, flush=True)
 
     async with opened(variants, parsed.judge, parsed.api_key) as both:
         found = await run(both, file.tasks, scorers, plan, tell)

@@ -13,6 +13,7 @@ import msgspec
 from ..._version import __version__
 from .answering import Answering, Opened
 from .runner import Found, Pair, Plan, Scored
+from .statistics import ConfidenceSequence
 from .tasks import TaskFile
 from .variants import Variant
 
@@ -32,10 +33,11 @@ def verdict_line(found: Found, plan: Plan) -> str:
     return f"undecided: {signed}"
 
 
-def progress_line(num: int, num_tasks: int, difference: float, low: float, high: float) -> str:
+def progress_line(look: ConfidenceSequence, num_tasks: int) -> str:
     """Return a look in one line."""
-    interval = f"{_points(low)} to {_points(high)}"
-    return f"{num} of {num_tasks} tasks: B - A is {100 * difference:+.1f} points ({interval})"
+    low, high = look.interval
+    difference = f"B - A is {100 * look.mean:+.1f} points ({_points(low)} to {_points(high)})"
+    return f"{look.num} of {num_tasks} tasks: {difference}"
 
 
 def detail_lines(found: Found, opened: Opened) -> list[str]:

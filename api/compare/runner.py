@@ -106,7 +106,7 @@ async def run(
     tasks: Sequence[Task],
     scorers: Scorers,
     plan: Plan,
-    tell: Callable[[int, float, Interval], None] = lambda *_: None,
+    tell: Callable[[ConfidenceSequence], None] = lambda _: None,
 ) -> Found:
     """Compare two variants on the tasks.
 
@@ -131,9 +131,8 @@ async def run(
         async for pair in answered:
             pairs.append(pair)
             sequence.add(pair.difference)
-            interval = sequence.interval
-            tell(len(pairs), sequence.mean, interval)
-            verdict = _verdict(interval, plan.margin)
+            tell(sequence)
+            verdict = _verdict(sequence, plan.margin)
             if verdict != "undecided" and plan.stops:
                 break
     return Found(
@@ -145,11 +144,11 @@ async def run(
     )
 
 
-def _verdict(interval: Interval, margin: float | None) -> Verdict:
-    if margin is not None and interval.is_within(margin):
+def _verdict(sequence: ConfidenceSequence, margin: float | None) -> Verdict:
+    if margin is not None and sequence.is_within(margin):
         return "equivalent"
-    if interval.excludes_zero:
-        return "B better" if interval.low > 0 else "A better"
+    if sequence.refutes(0.0):
+        return "B better" if sequence.mean > 0 else "A better"
     return "undecided"
 
 

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 BETS = 0.99 * 2.0 ** (-np.arange(14) / 2)
 """Fractions of the capital to bet: [num_bets], from 0.99 down to 0.011."""
-STEPS = 50  # halvings of an interval of length 2: its ends are exact to 2e-15
+STEPS = 30  # halvings of an interval of length 2: its ends are exact to 2e-9
 EDGE = 1e-9  # smallest distance of a mean from -1 and 1, where the capital has no finite value
 
 
@@ -31,15 +31,6 @@ class Interval(NamedTuple):
 
     low: float
     high: float
-
-    def is_within(self, margin: float) -> bool:
-        """Whether no mean in the interval is farther than ``margin`` from 0."""
-        return -margin <= self.low and self.high <= margin
-
-    @property
-    def excludes_zero(self) -> bool:
-        """Whether every mean in the interval has the same sign."""
-        return self.low > 0 or self.high < 0
 
 
 class ConfidenceSequence:
@@ -78,10 +69,14 @@ class ConfidenceSequence:
         return Interval(self._end(mean, EDGE - 1, -1.0), self._end(mean, 1 - EDGE, 1.0))
 
     def refutes(self, mean: float) -> bool:
-        """Whether the interval at this look excludes ``mean``, which is above -1 and below 1."""
+        """Whether this look excludes ``mean``, which is above -1 and below 1."""
         values = np.fromiter(self._counts, float, len(self._counts))
         counts = np.fromiter(self._counts.values(), float, len(self._counts))
         return log_capital(values, counts, mean) >= self._log_limit
+
+    def is_within(self, margin: float) -> bool:
+        """Whether this look excludes every mean that is farther than ``margin`` from 0."""
+        return abs(self.mean) < margin and self.refutes(-margin) and self.refutes(margin)
 
     def _end(self, kept: float, refuted: float, extreme: float) -> float:
         """Return the end of the interval between a mean inside and one outside.
