@@ -194,6 +194,16 @@ COMMANDS = (
         "an inexact model differ.",
     ),
     Command(
+        "compare",
+        "find out which of two models, prompts or settings answers tasks better",
+        "A B --tasks FILE [flags]",
+        "compare:compare",
+        "compare:add_flags",
+        settings="compare:KINDS",
+        epilog="Both variants get the same seeds, and it stops when the difference is certain. "
+        "Exit status: 0 with a verdict or none, 1 if an answer or a scorer failed.",
+    ),
+    Command(
         "train-draft",
         "train a draft for a model on your own data",
         "--target MODEL --data PATH... --kind KIND --out DIR [flags]",

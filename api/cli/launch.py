@@ -247,7 +247,8 @@ class _NoServerError(ForetokenError):
 
 
 def _connect(url: str, key: str | None) -> Server:
-    from .terminal.remote import ServerModel, checked
+    from ..serving.http_client import checked
+    from .terminal.remote import ServerModel
 
     try:
         model = asyncio.run(ServerModel.connect(url, key))

@@ -1,0 +1,202 @@
+"""``foretoken compare``: which of two variants answers tasks better."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ...core.config import EngineConfig
+from ...core.errors import ForetokenError, InvalidRequest
+from ..types.sampling_params import SamplingParams
+from .config import Chosen, Given, model_options
+from .flags import Parser
+from .outputs import check_out
+
+if TYPE_CHECKING:
+    from ..compare.runner import Plan
+    from ..compare.statistics import ConfidenceSequence
+    from ..compare.tasks import TaskFile
+    from ..compare.variants import Variant
+
+KINDS = (Chosen, EngineConfig, SamplingParams)
+LOOKS_TOLD = 10  # lines of progress
+
+
+def add_flags(parser: Parser) -> None:
+    """Add the variants and flags of ``foretoken compare``, except the model and settings."""
+    for name in "AB":
+        parser.add_argument(
+            name.lower(),
+            metavar=name,
+            help="a model, the address of a server, or base (the model of --model), followed by "
+            'settings: "base temperature=0.2 system=FILE". Settings are model, system=FILE, '
+            "tools=FILE, lora=DIR, and the names of flags without dashes",
+        )
+    parser.add_argument(
+        "--tasks",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="JSON Lines file; each task has messages or a prompt, and what its scorer needs",
+    )
+    parser.add_argument(
+        "--scorer",
+        default="exact",
+        metavar="NAME",
+        help="scorer of tasks that name none: exact, regex, number, json, pytest, judge or "
+        "python:FILE:FUNCTION (exact)",
+    )
+    parser.add_argument(
+        "--judge", metavar="MODEL|URL", help="model or server that scores for the scorer judge"
+    )
+    parser.add_argument(
+        "--scorer-seconds",
+        type=_above_zero,
+        default=10.0,
+        metavar="S",
+        help="time limit of a run of pytest or of a function, in seconds (10)",
+    )
+    parser.add_argument(
+        "--samples",
+        type=_count,
+        default=1,
+        metavar="N",
+        help="answers of each variant to a task, each with a seed of its own (1)",
+    )
+    parser.add_argument(
+        "--level",
+        type=_percent,
+        default=0.95,
+        metavar="PERCENT",
+        help="confidence of the interval and the verdict, in percent (95)",
+    )
+    parser.add_argument(
+        "--margin",
+        type=_percent,
+        metavar="POINTS",
+        help="stop, too, if the difference is certainly not greater than POINTS (never)",
+    )
+    parser.add_argument(
+        "--all", action="store_true", help="answer all tasks, even after the verdict is certain"
+    )
+    parser.add_argument(
+        "--concurrency",
+        type=_count,
+        default=16,
+        metavar="N",
+        help="number of tasks answered at a time; no result depends on it (16)",
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write the result with all answers to FILE"
+    )
+    parser.add_argument("--api-key", metavar="KEY", help="API key for servers")
+
+
+def compare(parsed: argparse.Namespace) -> int:
+    """Compare two variants, print the verdict, and return 0.
+
+    Raises `InvalidRequest` for invalid variants or tasks, before a model is loaded.
+    """
+    from ..compare.runner import Plan
+    from ..compare.tasks import read_tasks
+    from ..compare.variants import Variant, read_variant
+
+    given = Given(parsed, KINDS)
+    given.warn_of_unknown_variables()
+    model, options = model_options(given)
+    if options.get("lora"):
+        raise InvalidRequest("--lora: compare takes lora=DIR in a variant", param="lora")
+    given.make(SamplingParams)
+    sampling = given.options(SamplingParams)
+    plan = Plan(
+        seed=sampling.pop("seed", 0),
+        num_samples=parsed.samples,
+        level=parsed.level,
+        margin=parsed.margin,
+        stops=not parsed.all,
+        concurrency=parsed.concurrency,
+    )
+    base = Variant(model=model, engine=options, sampling=sampling)
+    variants = [read_variant(text, base) for text in (parsed.a, parsed.b)]
+    for each in variants:
+        _check(each)
+    if parsed.json is not None:
+        check_out(parsed.json, "--json")
+    return asyncio.run(_run(parsed, variants, read_tasks(parsed.tasks, plan.seed), plan))
+
+
+def _check(variant: Variant) -> None:
+    """Raise `InvalidRequest`, which names the variant, if one of its settings is invalid."""
+    try:
+        SamplingParams(**variant.sampling)
+        EngineConfig(**variant.engine)
+    except InvalidRequest as error:
+        raise InvalidRequest(f"{variant.text!r}: {error}", param="variant") from None
+
+
+async def _run(
+    parsed: argparse.Namespace, variants: list[Variant], file: TaskFile, plan: Plan
+) -> int:
+    from ..compare.answering import opened
+    from ..compare.report import detail_lines, json_of, progress_line, verdict_line, write_json
+    from ..compare.runner import run
+    from ..compare.scorers import Scorers
+
+    num_tasks = len(file.tasks)
+    scorers = Scorers(
+        file.tasks,
+        parsed.scorer,
+        seconds=parsed.scorer_seconds,
+        has_judge=parsed.judge is not None,
+    )
+
+    def tell(look: ConfidenceSequence) -> None:
+        if look.num % max(1, num_tasks // LOOKS_TOLD) == 0:
+            print(progress_line(look, num_tasks), file=sys.stderr, flush=True)
+
+    async with opened(variants, parsed.judge, parsed.api_key) as both:
+        found = await run(both, file.tasks, scorers, plan, tell)
+        print(verdict_line(found, plan))
+        print(*detail_lines(found, both), sep="\n", flush=True)
+        if parsed.json is not None:
+            command = " ".join(["foretoken", "compare", parsed.a, parsed.b])
+            try:
+                write_json(parsed.json, json_of(found, plan, both, file, command))
+            except OSError as error:
+                raise ForetokenError(f"{parsed.json}: {error.strerror}") from None
+    return 0
+
+
+def _count(text: str) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError("must be a number of at least 1")
+    return number
+
+
+def _above_zero(text: str) -> float:
+    number = _number(text)
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError("must be a number above 0")
+    return number
+
+
+def _percent(text: str) -> float:
+    """Return a share between 0 and 1 from a text in percent."""
+    number = _number(text)
+    if not 0 < number < 100:
+        raise argparse.ArgumentTypeError("must be a number above 0 and below 100")
+    return number / 100
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return float("nan")

@@ -1,0 +1,1 @@
+"""Comparison of two variants of a model on the same tasks, with the same seeds."""

@@ -1,0 +1,190 @@
+"""Ask both variants, in order of the tasks, until the difference of their scores is certain."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from statistics import mean, variance
+from typing import Literal, TypeVar
+
+from msgspec import Struct
+
+from ...core.errors import ForetokenError
+from .answer import Answer
+from .answering import Answering, Opened
+from .judging import Judge
+from .scorers import Scorers
+from .statistics import ConfidenceSequence, Interval
+from .tasks import Task, seeds_of
+
+T = TypeVar("T")
+Verdict = Literal["A better", "B better", "equivalent", "undecided"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """How to compare.
+
+    - ``seed``: from which the seeds of all answers are derived. ``num_samples``: answers of each
+      variant to a task; the score of a task is the mean of theirs.
+    - ``level``: confidence. ``margin``: a difference that does not matter, from 0 to 1; None: any
+      difference matters. ``stops``: whether to stop as soon as the verdict is certain.
+    - ``concurrency``: tasks that are answered at the same time. No result depends on it.
+    - ``pairs_seeds``: whether both variants get the same seeds.
+    """
+
+    seed: int = 0
+    num_samples: int = 1
+    level: float = 0.95
+    margin: float | None = None
+    stops: bool = True
+    concurrency: int = 16
+    pairs_seeds: bool = True
+
+
+class Scored(Struct, kw_only=True):
+    """The answers of a variant to a task, and their mean score."""
+
+    seeds: list[int]
+    answers: list[Answer]
+    scores: list[float]
+
+    @property
+    def score(self) -> float:
+        """The mean score, from 0 to 1."""
+        return mean(self.scores)
+
+
+class Pair(Struct, kw_only=True):
+    """A task with the answers of both variants."""
+
+    task: str | int
+    a: Scored
+    b: Scored
+
+    @property
+    def difference(self) -> float:
+        """The score of B minus that of A, from -1 to 1."""
+        return self.b.score - self.a.score
+
+    @property
+    def num_differing(self) -> int:
+        """Samples in which the texts or the calls of the two variants differ."""
+        both = zip(self.a.answers, self.b.answers, strict=True)
+        return sum((a.text, a.calls) != (b.text, b.calls) for a, b in both)
+
+
+class Found(Struct, kw_only=True):
+    """The result of a comparison: all pairs that were looked at, in the order of the tasks."""
+
+    verdict: Verdict
+    interval: Interval
+    difference: float
+    pairs: list[Pair]
+    num_tasks: int  # of the file
+
+    @property
+    def paired_variance(self) -> float | None:
+        """The variance of a task's difference; None for fewer than two tasks."""
+        return variance(each.difference for each in self.pairs) if len(self.pairs) > 1 else None
+
+    @property
+    def unpaired_variance(self) -> float | None:
+        """The variance of a difference between two unrelated tasks with unrelated seeds."""
+        if len(self.pairs) < 2:
+            return None
+        return variance(each.a.score for each in self.pairs) + variance(
+            each.b.score for each in self.pairs
+        )
+
+
+async def run(
+    opened: Opened,
+    tasks: Sequence[Task],
+    scorers: Scorers,
+    plan: Plan,
+    tell: Callable[[ConfidenceSequence], None] = lambda _: None,
+) -> Found:
+    """Compare two variants on the tasks.
+
+    A look follows each task, in the order of the tasks, whatever is answered first, so the result
+    does not depend on ``concurrency``; answers to later tasks are dropped. ``tell`` gets each look.
+    Raises `ForetokenError`, which names the task, if an answer or a score fails.
+    """
+
+    async def ask(task: Task) -> Pair:
+        own = seeds_of(plan.seed, task, plan.num_samples)
+        other = own if plan.pairs_seeds else seeds_of(plan.seed + 1, task, plan.num_samples)
+        a, b = await asyncio.gather(
+            _scored("A", opened.a, task, own, scorers, opened.judge),
+            _scored("B", opened.b, task, other, scorers, opened.judge),
+        )
+        return Pair(task=task.id or 0, a=a, b=b)
+
+    sequence = ConfidenceSequence(plan.level)
+    pairs: list[Pair] = []
+    verdict: Verdict = "undecided"
+    async with aclosing(_in_order(ask, tasks, plan.concurrency)) as answered:
+        async for pair in answered:
+            pairs.append(pair)
+            sequence.add(pair.difference)
+            tell(sequence)
+            verdict = _verdict(sequence, plan.margin)
+            if verdict != "undecided" and plan.stops:
+                break
+    return Found(
+        verdict=verdict,
+        interval=sequence.interval,
+        difference=sequence.mean,
+        pairs=pairs,
+        num_tasks=len(tasks),
+    )
+
+
+def _verdict(sequence: ConfidenceSequence, margin: float | None) -> Verdict:
+    if margin is not None and sequence.is_within(margin):
+        return "equivalent"
+    if sequence.refutes(0.0):
+        return "B better" if sequence.mean > 0 else "A better"
+    return "undecided"
+
+
+async def _scored(
+    name: str,
+    variant: Answering,
+    task: Task,
+    seeds: Sequence[int],
+    scorers: Scorers,
+    judge: Judge | None,
+) -> Scored:
+    """Return the answers of a variant to a task and their scores."""
+    try:
+        answers = await asyncio.gather(*(variant.answer(task, seed) for seed in seeds))
+        scores = await asyncio.gather(*(scorers.score(task, each, judge) for each in answers))
+    except ForetokenError as error:
+        raise ForetokenError(f"{name}, task {task.id!r}: {error}") from None
+    return Scored(seeds=list(seeds), answers=answers, scores=scores)
+
+
+async def _in_order(
+    work: Callable[[Task], Awaitable[T]], tasks: Sequence[Task], width: int
+) -> AsyncGenerator[T]:
+    """Yield the results of ``work`` in the order of the tasks, of which ``width`` run at a time.
+
+    Closing the generator cancels those that run.
+    """
+    waiting = deque(tasks)
+    running: deque[asyncio.Future[T]] = deque()
+    try:
+        while waiting or running:
+            while waiting and len(running) < width:
+                running.append(asyncio.ensure_future(work(waiting.popleft())))
+            yield await running[0]
+            running.popleft()
+    finally:
+        for each in running:
+            each.cancel()
+        await asyncio.gather(*running, return_exceptions=True)

@@ -1,0 +1,132 @@
+"""Runs over variants that answer as they are told: order, looks, verdicts, failures."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from foretoken.api.compare.answer import Answer
+from foretoken.api.compare.answering import Opened
+from foretoken.api.compare.report import detail_lines, verdict_line
+from foretoken.api.compare.runner import Found, Plan, run
+from foretoken.api.compare.scorers import Scorers
+from foretoken.api.compare.statistics import ConfidenceSequence
+from foretoken.api.compare.tasks import Task
+from foretoken.api.compare.variants import Variant
+from foretoken.core.errors import ForetokenError
+
+Says = Callable[[Task, int], str]
+
+
+class Told:
+    """A variant of which a function gives the answers, after a number of turns of the loop."""
+
+    exact = True
+
+    def __init__(self, says: Says, turns: random.Random | None = None) -> None:
+        self.variant = Variant()
+        self.asked: list[tuple[Any, int]] = []
+        self.cancelled = 0
+        self._says, self._turns = says, turns
+
+    async def answer(self, task: Task, seed: int) -> Answer:
+        self.asked.append((task.id, seed))
+        try:
+            for _ in range(self._turns.randrange(20) if self._turns else 0):
+                await asyncio.sleep(0)
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        return Answer(text=self._says(task, seed), is_cut=task.id == 3)
+
+
+def compared(a: Told, b: Told, *, num: int = 200, **fields: Any) -> Found:
+    tasks = [Task(id=at, prompt="?", expected="right") for at in range(num)]
+    scorers = Scorers(tasks, "exact", seconds=1, has_judge=False)
+    return asyncio.run(run(Opened(a, b, None), tasks, scorers, Plan(**fields)))
+
+
+def right(share: float) -> Says:
+    return lambda task, _: "right" if hash((task.id, share)) % 100 < 100 * share else "wrong"
+
+
+def always(task: Task, seed: int) -> str:
+    return "right"
+
+
+def by_seed(task: Task, seed: int) -> str:
+    return "right" if seed % 2 else "wrong"
+
+
+def test_it_stops_at_the_first_look_that_excludes_0_whatever_answers_first() -> None:
+    results = []
+    for concurrency, turns in ((1, None), (16, random.Random(1)), (64, random.Random(2))):
+        a, b = Told(right(0.3), turns), Told(always, turns)
+        results.append(compared(a, b, concurrency=concurrency))
+        assert len(a.asked) <= len(results[-1].pairs) + concurrency
+    assert results[0] == results[1] == results[2]
+    found = results[0]
+    assert found.verdict == "B better"
+    assert found.num_tasks > len(found.pairs)
+    assert [each.task for each in found.pairs] == [*range(len(found.pairs))]
+    sequence = ConfidenceSequence()
+    for at, pair in enumerate(found.pairs, 1):
+        sequence.add(pair.difference)
+        assert sequence.refutes(0.0) == (at == len(found.pairs))
+    assert found.interval == sequence.interval
+
+
+def test_the_verdict_turns_with_the_variants() -> None:
+    there, back = (compared(*each) for each in (
+        (Told(right(0.3)), Told(always)), (Told(always), Told(right(0.3))),
+    ))  # fmt: skip
+    assert (there.verdict, back.verdict) == ("B better", "A better")
+    line = verdict_line(there, Plan())
+    assert verdict_line(back, Plan()) == line.replace("B better", "A better")
+    assert line.startswith("B better by ")
+    assert line.endswith(f"after {len(there.pairs)} of 200 tasks")
+
+
+def test_all_tasks_are_answered_if_it_must_not_stop() -> None:
+    found = compared(Told(right(0.3)), Told(always), stops=False)
+    assert (len(found.pairs), found.verdict) == (200, "B better")
+
+
+def test_both_variants_get_the_same_seeds_and_equal_ones_never_differ() -> None:
+    a, b = Told(by_seed), Told(by_seed)
+    found = compared(a, b, num_samples=3)
+    assert sorted(a.asked) == sorted(b.asked)
+    assert len({*a.asked}) == 600
+    assert found.paired_variance == 0.0
+    assert (found.verdict, found.difference) == ("undecided", 0.0)
+    lines = detail_lines(found, Opened(a, b, None))
+    assert "0 of 600 answers differ" in lines
+    assert "answers that reached the limit on tokens: 3 of A, 3 of B" in lines
+    apart = compared(a := Told(by_seed), b := Told(by_seed), pairs_seeds=False)
+    assert not {*a.asked} & {*b.asked}
+    assert (apart.paired_variance or 0) > 0.3
+
+
+def test_a_margin_ends_a_comparison_of_equal_variants() -> None:
+    found = compared(Told(always), Told(always), margin=0.1)
+    assert found.verdict == "equivalent"
+    assert len(found.pairs) < 100
+    line = verdict_line(found, Plan(margin=0.1))
+    assert line.startswith("no difference of more than 10.0 points: B - A is +0.0 points (95%: -")
+
+
+def test_an_answer_that_fails_ends_the_run_and_names_the_task() -> None:
+    def says(task: Task, seed: int) -> str:
+        if task.id == 5:
+            raise ForetokenError("prompt is too long")
+        return "right"
+
+    a, b = Told(always, random.Random(3)), Told(says, random.Random(4))
+    with pytest.raises(ForetokenError, match=r"^B, task 5: prompt is too long$"):
+        compared(a, b)
+    assert len(a.asked) < 5 + 2 * 16
+    assert a.cancelled > 0

@@ -1,0 +1,158 @@
+"""Scores of answers, and scorers that fail."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from foretoken.api.compare.answer import Answer
+from foretoken.api.compare.scorers import Scorers
+from foretoken.api.compare.tasks import Task
+from foretoken.core.errors import ForetokenError, InvalidRequest
+
+TESTS = "def test_add():\n    assert add(1, 2) == 3\n"
+BLOCK = "Here it is:\n```python\ndef add(a, b):\n    return a + b\n```\nDone."
+
+
+def scored(text: str, *, calls: Any = (), seconds: float = 60, **fields: Any) -> float:
+    task = Task(id="t", prompt="?", **fields)
+    scorers = Scorers([task], "exact", seconds=seconds, has_judge=False)
+    return asyncio.run(scorers.score(task, Answer(text=text, calls=list(calls)), None))
+
+
+@pytest.mark.parametrize(
+    ("scorer", "expected", "right", "wrong"),
+    [
+        ("exact", "Oslo", " Oslo\n", "oslo"),
+        ("exact", ["Oslo", "Bergen"], "Bergen", "Oslo, Bergen"),
+        ("exact", 4, "4", "4.0"),
+        ("regex", r"\bred|green\b", "it is red", "scarred"),
+        ("number", 1200, "5 of 12 make 1,200.00", "1200 of 5"),
+        ("number", "-0.5", "x = -.5", "0.5"),
+        ("number", 3, "3.", "no number"),
+        ("json", {"a": [1, 2]}, '{"a": [1, 2.0]}', '{"a": [2, 1]}'),
+        ("json", {"a": 1}, 'So:\n```json\n{"a": 1}\n```', '{"a": 1'),
+        ("json", None, "null", ""),
+    ],
+)
+def test_plain_scorers(scorer: str, expected: Any, right: str, wrong: str) -> None:
+    assert scored(right, scorer=scorer, expected=expected) == 1.0
+    assert scored(wrong, scorer=scorer, expected=expected) == 0.0
+
+
+def test_calls_are_compared_as_json() -> None:
+    call = {"name": "f", "arguments": {"x": 1}}
+    assert scored("text", calls=[call], scorer="json", expected=call) == 1.0
+    assert scored("text", calls=[call, call], scorer="json", expected=[call, call]) == 1.0
+    assert scored("text", calls=[call, call], scorer="json", expected=call) == 0.0
+    assert scored("", calls=[{**call, "arguments": "{"}], scorer="json", expected=call) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "score"),
+    [
+        (BLOCK, 1.0),
+        ("def add(a, b):\n    return a - b", 0.0),
+        ("no code", 0.0),
+        ("import os\nos._exit(0)", 0.0),
+        ("x = bytearray(2**33)\ndef add(a, b):\n    return a + b", 0.0),
+    ],
+    ids=["right", "wrong", "no code", "ends the process", "too much memory"],
+)
+def test_pytest_runs_on_the_code_of_an_answer(answer: str, score: float) -> None:
+    assert scored(answer, scorer="pytest", tests=TESTS) == score
+
+
+def test_code_that_never_ends_scores_0_and_leaves_no_process(tmp_path: Path) -> None:
+    """The child leaves the group of its parent, so a signal to the group does not reach it."""
+    reading, writing = os.pipe()
+    os.set_inheritable(writing, True)
+    forks = (
+        f"import os\nif os.fork() == 0:\n    os.setsid()\nopen({str(tmp_path / 'began')!r}, 'w')"
+    )
+    try:
+        loop = f"{forks}\nwhile True: pass"
+        assert scored(loop, seconds=5, scorer="pytest", tests=TESTS) == 0.0
+    finally:
+        os.close(writing)
+        os.close(reading)
+    named = str(tmp_path / "began")
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            assert named not in (process / "cmdline").read_text("utf-8", "replace")
+        except OSError:
+            continue
+
+
+def test_code_has_no_network() -> None:
+    """Skipped where Linux gives an unprivileged process no network namespace."""
+    if os.system("unshare --user --net true 2>/dev/null") != 0:
+        pytest.skip("no user namespaces")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        connects = f"import socket\nsocket.create_connection(('127.0.0.1', {port}), 2)\n"
+        assert scored(connects, scorer="pytest", tests="def test_it(): pass") == 0.0
+
+
+def function(tmp_path: Path, body: str) -> str:
+    file = tmp_path / "own.py"
+    file.write_text(f"def score(answer, task):\n    {body}\n")
+    return f"python:{file}:score"
+
+
+@pytest.mark.parametrize(
+    ("body", "score"),
+    [
+        ("return answer == task['expected']", 1.0),
+        ("return 0.25", 0.25),
+        ("print('noise'); return len(task['calls'])", 0.0),
+    ],
+)
+def test_a_function_scores(tmp_path: Path, body: str, score: float) -> None:
+    assert scored("yes", scorer=function(tmp_path, body), expected="yes") == score
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        ("raise KeyError('x')", "failed: KeyError: 'x'"),
+        ("return 1.5", "must return a number from 0 to 1, not 1.5"),
+        ("return float('nan')", "must return a number from 0 to 1, not NaN"),
+        ("return None", "failed: TypeError"),
+        ("while True: pass", "did not return within 1 s"),
+    ],
+)
+def test_a_function_that_fails_is_told(tmp_path: Path, body: str, why: str) -> None:
+    seconds = 1 if "while" in body else 60
+    with pytest.raises(ForetokenError, match=rf"own.py:score {why}"):
+        scored("yes", seconds=seconds, scorer=function(tmp_path, body))
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"scorer": "exakt"}, "unknown scorer 'exakt'"),
+        ({}, "the scorer exact needs expected"),
+        ({"scorer": "number", "expected": "many"}, "needs a number in expected, not 'many'"),
+        ({"scorer": "regex", "expected": "("}, "not a regular expression"),
+        ({"scorer": "regex", "expected": 3}, "not a regular expression"),
+        ({"scorer": "pytest"}, "the scorer pytest needs tests"),
+        ({"scorer": "judge"}, "needs --judge"),
+        ({"scorer": "python:score"}, "is not python:FILE:FUNCTION"),
+        ({"scorer": "python:/absent.py:score"}, "/absent.py is not a file"),
+    ],
+)
+def test_a_task_without_what_its_scorer_needs_is_refused(fields: Any, why: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"task 't': .*{why}"):
+        scored("x", **fields)
+
+
+def test_a_judge_needs_a_valid_question() -> None:
+    task = Task(id=1, prompt="?", scorer="judge", levels=["one"])
+    with pytest.raises(InvalidRequest, match=r"task 1: .*levels"):
+        Scorers([task], "exact", seconds=1, has_judge=True)
