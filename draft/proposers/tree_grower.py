@@ -24,6 +24,7 @@ from ...core.model.decoder import Decoder
 from ...core.ops.batch import DeviceTokens, ForwardOutput, SamplingPlan, Segment, Wanted
 from ...core.ops.kv_pool import KVPool
 from ...core.ops.row_extras import RowExtras, SegmentState
+from ...core.ops.rows.chained_rows import ChainedRows
 from ...core.sampling.drafted_row import DraftedRow
 from ...core.sampling.sampler import (
     DeviceSampler,
@@ -87,6 +88,22 @@ class _DrawnAlone(PendingBest):
     @override
     def bests(self) -> list[Best]:
         return _drawn_alone(self._tokens.choices().token_ids)
+
+
+class _Unscored(PendingBest):
+    """Candidates without their scores."""
+
+    def __init__(self, found: PendingBest) -> None:
+        self._found = found
+
+    @property
+    @override
+    def words(self) -> Tensor:
+        return self._found.words
+
+    @override
+    def bests(self) -> list[Best]:
+        return _without_scores(self._found.bests())
 
 
 class TreeGrower(ABC):
@@ -256,6 +273,7 @@ class DecoderGrower(TreeGrower):
         super().__init__(source, decoder.sampler, page_size=pool.page_size)
         self._decoder, self._pool = decoder, pool
         self._row_passes = decoder.row_passes(pool)
+        self._chained_passes = decoder.chained_passes(pool)
         self._tried: tuple[tuple[int, int], list[Segment], TreeNodes] | None = None
 
     @override
@@ -311,7 +329,11 @@ class DecoderGrower(TreeGrower):
         planned = together.template({row.tree: row for row in roots})
         while passes or planned:
             before = passes[-1][1].found if passes else ()
-            for rows in planned:
+            launched = self._launch(planned, before) if planned else []
+            for rows, opened in zip(planned, launched, strict=False):
+                passes.append((rows, opened))
+                before = opened.found
+            for rows in planned[len(launched) :]:
                 opened = self._compute_rows(rows, before)
                 passes.append((rows, opened))
                 before = opened.found
@@ -322,6 +344,42 @@ class DecoderGrower(TreeGrower):
                 for row, best in zip(rows, opened.bests(), strict=True):
                     row.read(best)
             passes, planned = [], together.template({})
+
+    def _launch(
+        self, planned: Sequence[Sequence[TemplateRow]], before: PendingBest | Sequence[Best]
+    ) -> list[Opened]:
+        """Launch passes of a template together; return the results of those that were launched.
+
+        ``before``: the results of the pass before them.
+        """
+        is_read = isinstance(before, Sequence)
+        if self._chained_passes is None or (is_read and before):
+            return []
+        num_before = num_first = self._num_best
+        trees = list(dict.fromkeys([row.tree for rows in planned for row in rows]))
+        has_scores = any([tree.wants_best for tree in trees])  # noqa: C419 - a list is faster
+        num_best = NUM_BEST if has_scores else 1
+        chained, known = ChainedRows(num_best), dict[TreeGrowth, tuple[int, int, int]]()
+        for index, tree in enumerate(trees):
+            scheduled, sampling = tree.scheduled, tree.scheduled.sampling
+            chained.add_request(scheduled.page_ids, sampling)
+            num_tokens = len(scheduled.tokens)
+            known[tree] = index, num_tokens - 1, num_tokens - sampling.prompt_len
+        for rows in planned:
+            for row in rows:
+                request, last, num_output = known[row.tree]
+                token_id = 0 if row.node is None else row.tree.nodes[row.node].token_id
+                position, level = last + row.level, row.level
+                chained.records += (
+                    request, token_id, row.source(num_before), position, position, row.slot or 0,
+                    len(row.tail), num_output + level,
+                )  # fmt: skip
+                chained.tails.extend(row.tail)
+            chained.end_pass(len(rows))
+            num_before = num_best
+        found = self._chained_passes.launch(chained, None if is_read else before.words)
+        self._num_best = num_best if found else num_first
+        return [Opened((), each if has_scores else _Unscored(each)) for each in found]
 
     def _compute_rows(
         self, rows: Sequence[TemplateRow], before: PendingBest | Sequence[Best]

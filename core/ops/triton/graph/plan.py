@@ -291,13 +291,17 @@ def take_device_tokens(batch: RaggedBatch, fields: Mapping[str, Tensor]) -> None
     """
     device_tokens = batch.device_tokens
     if device_tokens is not None:
-        take_kernel[(len(device_tokens.sources),)](
-            device_tokens.words,
-            fields["sources"],
-            fields["token_ids"],
-            device_tokens.vocab_size - 1,
-            num_warps=1,
-        )
+        num_rows = len(device_tokens.sources)
+        take_tokens(device_tokens.words, device_tokens.vocab_size, num_rows, fields)
+
+
+def take_tokens(
+    words: Tensor, vocab_size: int, num_rows: int, fields: Mapping[str, Tensor]
+) -> None:
+    """Write the tokens of ``words`` to the rows whose ``sources`` name a word."""
+    take_kernel[(num_rows,)](
+        words, fields["sources"], fields["token_ids"], vocab_size - 1, num_warps=1
+    )
 
 
 def warm_up_device_tokens(vocab_size: int, device: torch.device) -> None:
