@@ -352,34 +352,37 @@ class DecoderGrower(TreeGrower):
 
         ``before``: the results of the pass before them.
         """
-        is_read = isinstance(before, Sequence)
-        if self._chained_passes is None or (is_read and before):
+        words = None if isinstance(before, Sequence) else before.words
+        if self._chained_passes is None or (words is None and before):
             return []
-        num_before = num_first = self._num_best
+        num_best = self._num_best
         trees = list(dict.fromkeys([row.tree for rows in planned for row in rows]))
-        has_scores = any([tree.wants_best for tree in trees])  # noqa: C419 - a list is faster
-        num_best = NUM_BEST if has_scores else 1
-        chained, known = ChainedRows(num_best), dict[TreeGrowth, tuple[int, int, int]]()
+        chained, known = ChainedRows(), dict[TreeGrowth, tuple[int, int, int]]()
         for index, tree in enumerate(trees):
             scheduled, sampling = tree.scheduled, tree.scheduled.sampling
             chained.add_request(scheduled.page_ids, sampling)
             num_tokens = len(scheduled.tokens)
             known[tree] = index, num_tokens - 1, num_tokens - sampling.prompt_len
         for rows in planned:
+            has_scores = False
             for row in rows:
+                has_scores |= row.tree.wants_best
                 request, last, num_output = known[row.tree]
                 token_id = 0 if row.node is None else row.tree.nodes[row.node].token_id
                 position, level = last + row.level, row.level
                 chained.records += (
-                    request, token_id, row.source(num_before), position, position, row.slot or 0,
+                    request, token_id, row.source(num_best), position, position, row.slot or 0,
                     len(row.tail), num_output + level,
                 )  # fmt: skip
                 chained.tails.extend(row.tail)
-            chained.end_pass(len(rows))
-            num_before = num_best
-        found = self._chained_passes.launch(chained, None if is_read else before.words)
-        self._num_best = num_best if found else num_first
-        return [Opened((), each if has_scores else _Unscored(each)) for each in found]
+            num_best = NUM_BEST if has_scores else 1
+            chained.end_pass(len(rows), num_best)
+        launched = self._chained_passes.launch(chained, words)
+        opened = list[Opened]()
+        for found, num_best in zip(launched, chained.num_best, strict=False):
+            self._num_best = num_best
+            opened.append(Opened((), found if num_best > 1 else _Unscored(found)))
+        return opened
 
     def _compute_rows(
         self, rows: Sequence[TemplateRow], before: PendingBest | Sequence[Best]

@@ -22,14 +22,14 @@ NUM_FIELDS, REQUEST, POSITION, OUTPUT_POSITION = 8, 0, 3, 7
 class ChainedRows:
     """Records of the rows of all passes, and the requests that they follow.
 
-    ``num_best``: number of tokens to choose after each row; above 1 they have scores. The page
-    tables are copied, because another thread may append to a request's own table meanwhile.
+    The page tables are copied, because another thread may append to a request's own table
+    meanwhile.
     """
 
-    def __init__(self, num_best: int) -> None:
-        self.num_best = num_best
+    def __init__(self) -> None:
         self.records: list[int] = []  # the fields of ``ft_chained_row``, row after row
         self.counts: list[int] = []  # number of rows of each pass
+        self.num_best: list[int] = []  # number of tokens that each pass chooses after a row
         self.tail_counts: list[int] = []  # number of tail slots of each pass
         self._num_tails = 0  # number of tail slots of all passes that have ended
         self.tails = array("q")  # slots of the rows' tails, row after row (`Segment.tail`)
@@ -43,9 +43,13 @@ class ChainedRows:
         self.num_pages.append(len(page_ids))
         self.samplings.append(sampling)
 
-    def end_pass(self, num_rows: int) -> None:
-        """End a pass, whose ``num_rows`` rows are the last ones."""
+    def end_pass(self, num_rows: int, num_best: int) -> None:
+        """End a pass, whose ``num_rows`` rows are the last ones.
+
+        ``num_best``: number of tokens to choose after each row; above 1 they have scores.
+        """
         self.counts.append(num_rows)
+        self.num_best.append(num_best)
         self.tail_counts.append(len(self.tails) - self._num_tails)
         self._num_tails = len(self.tails)
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Protocol, TypeAlias
 
+import torch
 from torch import Tensor
 
 from ....sampling.sampler import PendingBest
@@ -55,6 +56,7 @@ class TritonChainedPasses:
     ) -> None:
         self._find, self._page_size, self._vocab_size = find, page_size, vocab_size
 
+    @torch.inference_mode()
     def launch(self, rows: ChainedRows, words: Tensor | None) -> list[PendingBest]:
         """Launch passes as `ChainedPasses` describes it."""
         table, first_pages = rows.table, rows.first_pages
@@ -63,12 +65,13 @@ class TritonChainedPasses:
         if controls is None:
             return []
         last = int(table[:, POSITION].max())
-        at, tails_at, controls_at = address_of(table), rows.tails.buffer_info()[0], 0
+        at, tails_at = address_of(table), rows.tails.buffer_info()[0]
         controls_at = address_of(controls)
         pages = (address_of(first_pages), rows.page_ids.buffer_info()[0], self._page_size)
-        launched, replies, start = list[PendingBest](), _Replies(rows.num_best, len(table)), 0
-        for count, num_tails in zip(rows.counts, rows.tail_counts, strict=True):
-            graph = self._find(count, rows.num_best)
+        launched, replies = list[PendingBest](), _Replies(0, 0)
+        passes = zip(rows.counts, rows.num_best, rows.tail_counts, strict=True)
+        for count, num_best, num_tails in passes:
+            graph = self._find(count, num_best)
             if graph is None or last >= graph.num_positions:
                 break
             first = STRUCTS.ft_chained_row.from_address(at)
@@ -76,8 +79,10 @@ class TritonChainedPasses:
             words = graph.run_chained((first, count, *pages, tails_at, controls_at), count, take)
             if words is None:
                 break
-            replies.add(words)
-            launched.append(_ChainedBest(words, replies, start, start := start + count))
+            if num_best != replies.num_best:
+                replies.end()
+                replies = _Replies(num_best, len(table))
+            launched.append(_ChainedBest(words, replies, *replies.add(words, count)))
             at += count * NUM_FIELDS * _INT64
             tails_at += num_tails * _INT64
             controls_at += count * NUM_COLUMNS * _INT64
@@ -86,17 +91,22 @@ class TritonChainedPasses:
 
 
 class _Replies:
-    """The words of all passes of a launch, on their way to the host."""
+    """The words of passes that choose equally many tokens after a row, on their way to the host.
+
+    ``num_rows``: maximum number of rows of these passes.
+    """
 
     def __init__(self, num_best: int, num_rows: int) -> None:
-        self._num_best, self._num_words = num_best, num_best * num_rows
+        self.num_best, self._num_words, self._stop = num_best, num_best * num_rows, 0
         self._copy: JoinedCopy | None = None
 
-    def add(self, words: Tensor) -> None:
-        """Begin the copy of a pass's words."""
+    def add(self, words: Tensor, num_rows: int) -> tuple[int, int]:
+        """Begin the copy of a pass's words; return the range of its rows among all rows."""
         if self._copy is None:
             self._copy = JoinedCopy(self._num_words, words)
         self._copy.add(words)
+        start, self._stop = self._stop, self._stop + num_rows
+        return start, self._stop
 
     def end(self) -> None:
         """Declare that no pass follows."""
@@ -107,7 +117,7 @@ class _Replies:
     def bests(self) -> list[Best]:
         """The best tokens of all rows; the first access waits for the device."""
         assert self._copy is not None
-        return bests_of_words(self._copy.read().reshape(-1, self._num_best), {}, None)
+        return bests_of_words(self._copy.read().reshape(-1, self.num_best), {}, None)
 
 
 class _ChainedBest(PendingBest):
