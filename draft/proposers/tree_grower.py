@@ -165,12 +165,25 @@ class TreeGrower(ABC):
         Costs and gains are compared for all trees together.
         """
         first.read()
+        self._grow_on(trees, 1)
+
+    def _grow_on(self, trees: Sequence[TreeGrowth], number: int) -> None:
+        """Grow trees pass by pass; ``number``: number of the next pass after the first one."""
         together = StepTrees(trees)
-        for level in count(1):
+        for level in count(number):
             nodes = self._open_next(together, level)
             if not nodes:
                 return
             self.compute(nodes).read()
+
+    def may_launch_ahead(self, first: Opened) -> bool:
+        """Whether passes can be launched before the result of the ``first`` pass is read.
+
+        The device must have chosen its tokens, and no later choice may depend on token ids.
+        """
+        if isinstance(first.found, Sequence):
+            return False
+        return not any([tree.scheduled.sampling.needs_history for tree, _ in first.nodes])  # noqa: C419
 
     def _open_next(self, trees: StepTrees, level: int) -> TreeNodes:
         if not self._tokens_per_pass:
@@ -245,6 +258,27 @@ class TreeGrower(ABC):
         return Opened(nodes, found if has_scores else _without_scores(found))
 
 
+def root_rows(first: Opened) -> list[TemplateRow]:
+    """Return the rows of a first pass, which computes the roots of trees."""
+    return [TemplateRow(tree, 0, node=ROOT, index=at) for at, (tree, _) in enumerate(first.nodes)]
+
+
+def read_passes(passes: Sequence[tuple[Sequence[TemplateRow], Opened]]) -> None:
+    """Add the results of passes to the trees, in the order of the passes."""
+    for rows, opened in passes:
+        note_rows(rows)
+        for row, best in zip(rows, opened.bests(), strict=True):
+            row.read(best)
+
+
+def drawn_ahead(rows: Sequence[TemplateRow]) -> list[DraftedRow]:
+    """Return the rows with which tokens are drawn after nodes whose paths are not known yet."""
+    return [
+        DraftedRow(row.tree.scheduled.tokens, row.tree.scheduled.sampling, (), (), row.level)
+        for row in rows
+    ]
+
+
 def sample_rows(nodes: TreeNodes) -> list[DraftedRow]:
     """Return the rows with which the token after each node is sampled."""
     return [
@@ -313,18 +347,15 @@ class DecoderGrower(TreeGrower):
 
     @override
     def grow(self, trees: Sequence[TreeGrowth], first: Opened) -> None:
-        needs_history = any(tree.scheduled.sampling.needs_history for tree, _ in first.nodes)
-        if isinstance(first.found, Sequence) or needs_history:
-            super().grow(trees, first)
-        else:
+        if self.may_launch_ahead(first):
             self._grow_ahead(trees, first)
+        else:
+            super().grow(trees, first)
 
     def _grow_ahead(self, trees: Sequence[TreeGrowth], first: Opened) -> None:
         """Grow trees by templates: launch all passes of a template before reading any of them."""
         together = StepTrees(trees)
-        roots = [
-            TemplateRow(tree, 0, node=ROOT, index=at) for at, (tree, _) in enumerate(first.nodes)
-        ]
+        roots = root_rows(first)
         passes = [(roots, first)]
         planned = together.template({row.tree: row for row in roots})
         while passes or planned:
@@ -339,10 +370,7 @@ class DecoderGrower(TreeGrower):
                 before = opened.found
                 if isinstance(before, Sequence):
                     break  # The next pass cannot take its tokens from the device.
-            for rows, opened in passes:
-                note_rows(rows)
-                for row, best in zip(rows, opened.bests(), strict=True):
-                    row.read(best)
+            read_passes(passes)
             passes, planned = [], together.template({})
 
     def _launch(
@@ -392,12 +420,9 @@ class DecoderGrower(TreeGrower):
         if not isinstance(before, Sequence):
             sources = np.array([row.source(self._num_best) for row in rows], np.int32)
             tokens = DeviceTokens(before.words, sources, self._decoder.config.vocab_size)
-        drawn = [
-            DraftedRow(row.tree.scheduled.tokens, row.tree.scheduled.sampling, (), (), row.level)
-            for row in rows
-        ]
         nodes = [(row.tree, ROOT) for row in rows]
-        return self.run([self._template_segment(row) for row in rows], nodes, drawn, tokens)
+        segments = [self._template_segment(row) for row in rows]
+        return self.run(segments, nodes, drawn_ahead(rows), tokens)
 
     def _template_segment(self, row: TemplateRow) -> Segment:
         scheduled = row.tree.scheduled

@@ -132,19 +132,25 @@ class Base(NamedTuple):
     first_rank: int  # rank of the best such child
 
 
-def bases_of(tree: TreeGrowth, least: float, *, awaits_root: bool) -> list[Base]:
+def bases_of(tree: TreeGrowth, least: float, *, awaits_root: bool, by_level: bool) -> list[Base]:
     """Return the nodes of a tree below which a pass may find one of the best nodes of the step.
 
     ``least``: number of expected tokens above which a node is worth its row. ``awaits_root``:
     whether the first pass of the tree was launched, but its result was not read. Before the first
     pass is launched there are no bases, because KV of the request itself may be missing.
+    ``by_level``: whether pass n computes the nodes of level n alone.
     """
     if not awaits_root and ROOT not in tree.rankings:
         return []
     least = (least + tree.plan.key_price) / (_mean_chances(tree)[0] or 1.0)
     nodes = tree.nodes
     found = [
-        Base(node, 1, chance, int(chance < nodes[node].survival / 2.0))
+        Base(
+            node,
+            nodes[node].level if by_level else 1,
+            chance,
+            int(chance < nodes[node].survival / 2.0),
+        )
         for node, chance in enumerate(tree.left())
         if chance > least and tree.can_open(node)
     ]
@@ -160,7 +166,8 @@ class Expectation:
 
     The worth of a node is its expected number of tokens, minus the price of reading its keys.
     ``known``: worths of nodes that the tree has. ``root``: the row of the tree's first pass, if its
-    result has not been read. ``worths``: worths of the best known and expected nodes, at most
+    result has not been read. ``by_level``: whether pass n computes the nodes of level n alone,
+    which needs a ``root``. ``worths``: worths of the best known and expected nodes, at most
     ``max_draft``, in descending order.
     """
 
@@ -170,8 +177,11 @@ class Expectation:
         bases: Sequence[Base],
         known: Sequence[float],
         root: TemplateRow | None,
+        *,
+        by_level: bool,
     ) -> None:
         self._tree, self._bases, self._root, plan = tree, bases, root, tree.plan
+        self._by_level = by_level
         self._shape = expected_tree(_mean_chances(tree), plan.max_draft)
         self._chances: FloatArray = np.array([base.chance for base in bases])
         self._worths: FloatArray = self._chances[:, None] * self._shape.survival - plan.key_price
@@ -218,14 +228,15 @@ class Expectation:
         self, base: Base, known: dict[int, TemplateRow], found: list[tuple[int, TemplateRow]]
     ) -> TemplateRow:
         """Return the row of a known node; add that row and the rows of its path if missing."""
-        tree, row = self._tree, None
+        tree, row = self._tree, self._root if self._by_level else None
         for node in tree.path(base.node):
             each = tree.nodes[node]
             if each.is_open:
                 continue
             if node not in known:
                 known[node] = TemplateRow(tree, each.level, row, KNOWN, node, each.on_trunk)
-                found.append((base.number, known[node]))
+                number = each.level if self._by_level else base.number
+                found.append((number, known[node]))
             row = known[node]
         assert row is not None
         return row
