@@ -45,7 +45,7 @@ from .weights import (
 if TYPE_CHECKING:
     from ..sampling.drafted_row import DraftedRow
     from ..sampling.verifier import Best
-    from .rows.chained_rows import ChainedRows
+    from .chained_rows import ChainedRows
 
 Exactness: TypeAlias = Literal["spec", "batch", "off"]
 

@@ -22,9 +22,9 @@ from ...core.interface.draft import Draft, DraftPlan
 from ...core.interface.plan import ScheduledExtras, ScheduledRequest, StateUse
 from ...core.model.decoder import Decoder
 from ...core.ops.batch import DeviceTokens, ForwardOutput, SamplingPlan, Segment, Wanted
+from ...core.ops.chained_rows import ChainedRows
 from ...core.ops.kv_pool import KVPool
 from ...core.ops.row_extras import RowExtras, SegmentState
-from ...core.ops.rows.chained_rows import ChainedRows
 from ...core.sampling.drafted_row import DraftedRow
 from ...core.sampling.sampler import (
     DeviceSampler,

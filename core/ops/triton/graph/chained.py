@@ -16,8 +16,8 @@ from torch import Tensor
 
 from ....sampling.sampler import PendingBest
 from ....sampling.verifier import Best
+from ...chained_rows import NUM_FIELDS, OUTPUT_POSITION, POSITION, REQUEST, ChainedRows
 from ...native.declarations import STRUCTS, address_of
-from ...rows.chained_rows import NUM_FIELDS, OUTPUT_POSITION, POSITION, REQUEST, ChainedRows
 from ..graph_inputs import JoinedCopy
 from ..sampling.sampler import bests_of_words
 from ..sampling.sampling_inputs import NUM_COLUMNS, chained_controls

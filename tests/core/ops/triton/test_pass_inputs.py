@@ -20,8 +20,8 @@ from foretoken.core.ops.batch import (
     Segment,
     build_batch,
 )
+from foretoken.core.ops.chained_rows import ChainedRows
 from foretoken.core.ops.native.declarations import STRUCTS, address_of
-from foretoken.core.ops.rows.chained_rows import ChainedRows
 from foretoken.core.ops.rows.step_inputs import rows_library
 from foretoken.core.ops.triton.attention.tile_schedule import build_tile_schedule
 from foretoken.core.ops.triton.graph.input_fields import (

@@ -32,7 +32,7 @@ typedef struct {
     int32_t *cuts;     /* [room] */
 } ft_pass_fields;
 
-/* A row of a chained pass: the record of core/ops/rows/chained_rows.py, field by field. */
+/* A row of a chained pass: the record of core/ops/chained_rows.py, field by field. */
 typedef struct {
     int64_t request;  /* index of its request */
     int64_t token_id; /* 0 if the device takes the token from the pass before */

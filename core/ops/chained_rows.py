@@ -12,8 +12,8 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
-from ...interface.sampling import SamplingMetadata
-from ..batch import IntArray
+from ..interface.sampling import SamplingMetadata
+from .batch import IntArray
 
 # Number of fields of pass_inputs.c's ``ft_chained_row``, and the indices of some.
 NUM_FIELDS, REQUEST, POSITION, OUTPUT_POSITION = 8, 0, 3, 7
