@@ -168,9 +168,17 @@ class _Take:
     """A `take_kernel` that fills in the token ids that only the device knows."""
 
     def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
-        def take(words: Tensor, sources: Tensor, ids: Tensor, *_: int, num_warps: int) -> None:  # noqa: ARG001
+        def take(
+            words: Tensor,
+            sources: Tensor,
+            ids: Tensor,
+            last: int,
+            names: Tensor | None,
+            **_: int,
+        ) -> None:
             sources = sources[: grid[0]]
             taken = _LAST_ID - (words.flatten()[sources.clamp(min=0)] & _LAST_ID)
+            taken = taken if names is None else names[taken.clamp(max=last)]
             ids[: grid[0]] = torch.where(sources < 0, ids[: grid[0]], taken.int())
 
         return take

@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from ..interface.kv_codec import KvDtype
 from ..ops.adapted import adapted_ops
-from ..ops.base import ForwardPlan, LayersOutput, Ops, RowPasses
+from ..ops.base import ChainedPasses, ForwardPlan, LayersOutput, Ops, RowPasses
 from ..ops.batch import (
     NOTHING_MORE,
     DeviceTokens,
@@ -120,6 +120,9 @@ class Decoder(Protocol):
     def row_passes(self, pool: KVPool) -> RowPasses | None:
         """Return an object that computes draft passes over a pool; None if the backend has none."""
 
+    def chained_passes(self, pool: KVPool) -> ChainedPasses | None:
+        """Return an object that launches several passes at once; None if the backend has none."""
+
 
 class PagedDecoder(Decoder):
     """The pools and batches of a `Decoder`, by the KV ``shapes`` of its layers."""
@@ -217,6 +220,10 @@ class PagedDecoder(Decoder):
         """Return None: this decoder has no special draft passes."""
         return None
 
+    def chained_passes(self, pool: KVPool) -> ChainedPasses | None:  # noqa: ARG002
+        """Return None: this decoder's passes are launched one by one."""
+        return None
+
 
 class OwnDecoder(PagedDecoder):
     """A `Decoder` with packed weights, which the backend's operations compute layer by layer."""
@@ -296,11 +303,18 @@ class OwnDecoder(PagedDecoder):
 
     def row_passes(self, pool: KVPool) -> RowPasses | None:
         """Return the backend's draft passes over a pool; None if it has none."""
+        return None if self._compiled is None else self._compiled.row_passes(pool, self._heads())
+
+    def chained_passes(self, pool: KVPool) -> ChainedPasses | None:
+        """Return the backend's chained passes over a pool; None if it has none."""
         if self._compiled is None:
             return None
+        return self._compiled.chained_passes(pool, self._heads())
+
+    def _heads(self) -> list[tuple[HeadLayout, tuple[RopeTable, ...]]]:
+        """Return head layout and RoPE tables of each part of the pages."""
         heads = [part.heads for part in self.layout.parts]
-        parts = list(zip(heads, self.ropes, strict=True))
-        return self._compiled.row_passes(pool, parts)
+        return list(zip(heads, self.ropes, strict=True))
 
     def plans(self, batch: RaggedBatch, pool: KVPool) -> tuple[ForwardPlan, ...]:
         """Return the backend's plans of a pass, one for each part of the pool."""

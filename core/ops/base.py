@@ -45,6 +45,7 @@ from .weights import (
 if TYPE_CHECKING:
     from ..sampling.drafted_row import DraftedRow
     from ..sampling.verifier import Best
+    from .chained_rows import ChainedRows
 
 Exactness: TypeAlias = Literal["spec", "batch", "off"]
 
@@ -106,6 +107,21 @@ class RowPasses(Protocol):
         """
 
 
+class ChainedPasses(Protocol):
+    """Passes of one decoder over one KV pool, each of which takes tokens from the pass before it.
+
+    The host launches all of them before it reads any result.
+    """
+
+    def launch(self, rows: ChainedRows, words: Tensor | None) -> list[PendingBest]:
+        """Launch passes and return their results, without waiting for the device.
+
+        ``words``: `PendingBest.words` from which the first pass takes tokens; None: it takes none.
+        Fewer passes are launched if one does not suit the backend's graphs: the caller computes
+        that pass and all later ones by `CompiledForward`.
+        """
+
+
 class CompiledForward(Protocol):
     """All layers of one decoder in one call, with the same bits as one call per operation."""
 
@@ -129,6 +145,11 @@ class CompiledForward(Protocol):
 
         ``parts``: head layout and RoPE tables of each part of the pool.
         """
+
+    def chained_passes(
+        self, pool: KVPool, parts: Sequence[tuple[HeadLayout, Sequence[Rope]]]
+    ) -> ChainedPasses | None:
+        """Return the decoder's `ChainedPasses` over a pool, or None if the backend has none."""
 
     def warm_up(
         self,

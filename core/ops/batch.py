@@ -63,12 +63,14 @@ class DeviceTokens:
 
     In the batch's ``token_ids`` such a token is 0. ``words`` is the output of a `DeviceSampler` for
     the earlier pass, which only the sampler's backend reads. A word that holds an error instead of
-    a token yields some id of the vocabulary; the results of that row are meaningless.
+    a token yields some id of the vocabulary; the results of that row are meaningless. ``names``:
+    token ids of the columns of the logits from which the words were made (`DraftVocab`).
     """
 
     words: Tensor  # [num_words], on the device
     sources: NDArray[np.int32]  # [num_rows] index of each row's word; -1: the host has the token
     vocab_size: int
+    names: Tensor | None = None  # [draft_vocab] int64, on the device; None: columns are token ids
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -25,7 +25,7 @@ from ...core.execution.proposer import PageRows
 from ...core.model.decoder import Decoder, OwnDecoder
 from ...core.model.drafting.assistant import Assistant, is_assistant, load_assistant
 from ...core.model.formats.checkpoint import OnRead
-from ...core.ops.batch import IntArray, SamplingPlan
+from ...core.ops.batch import DeviceTokens, IntArray, SamplingPlan
 from ...core.ops.kv_pool import KVPool
 from ..proposers.kind import DrafterContext, LoadedDrafter, ProposerKind
 from ..proposers.tree_grower import Scored
@@ -120,7 +120,12 @@ class _AssistantDrafting(Drafting):
         self._anchors = [len(start.scheduled.tokens) - 1 for start in starts]
         self._seen = [seen_kv(start.scheduled, 0, pool.page_size) for start in starts]
 
-    def score(self, queries: Sequence[Query], draws: SamplingPlan | None) -> Scored:
+    def score(
+        self,
+        queries: Sequence[Query],
+        draws: SamplingPlan | None,
+        device_tokens: DeviceTokens | None = None,  # noqa: ARG002
+    ) -> Scored:
         """Return the logits of the token after each token in ``queries``."""
         features = self._features
         if queries[0].level:

@@ -18,7 +18,7 @@ from ...core.model.decoder import OwnDecoder
 from ...core.model.description.config import DecoderConfig
 from ...core.model.description.fields import Fields
 from ...core.ops.base import Ops
-from ...core.ops.batch import IntArray, SamplingPlan, Wanted
+from ...core.ops.batch import DeviceTokens, IntArray, SamplingPlan, Wanted
 from ...core.ops.kv_pool import KvLayer, KVPool
 from ...core.ops.layers import run_layers
 from ...core.ops.mixers.attention import AttentionWeights
@@ -230,7 +230,12 @@ class _BlockDrafting(Drafting):
         self._unary = head.project(self._hidden)  # [b * num, draft_vocab]
         self._state: Tensor | None = None  # Markov states of the previous call's queries
 
-    def score(self, queries: Sequence[Query], draws: SamplingPlan | None) -> Scored:  # noqa: ARG002
+    def score(
+        self,
+        queries: Sequence[Query],
+        draws: SamplingPlan | None,  # noqa: ARG002
+        device_tokens: DeviceTokens | None = None,  # noqa: ARG002
+    ) -> Scored:
         """Return the logits of this level, including the Markov head's bias, for each query."""
         return Scored(self._logits(queries))
 

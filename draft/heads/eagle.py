@@ -6,6 +6,7 @@ The network is in eagle_network.py.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from ...core.model.decoder import OwnDecoder
 from ...core.model.description.config import DecoderConfig
 from ...core.model.description.fields import Fields
 from ...core.ops.base import LayersOutput
-from ...core.ops.batch import SamplingPlan, Taps, Wanted
+from ...core.ops.batch import DeviceTokens, SamplingPlan, Taps, Wanted
 from ...core.ops.kv_pool import KvLayer, KVPool
 from ...core.ops.layers import join, run_layers
 from ...core.ops.mixers.attention import AttentionWeights
@@ -163,6 +164,7 @@ class EagleProposer(ColumnProposer):
     """Drafts with an EAGLE-3 head whose layer is packed for the target's kernels."""
 
     head: EagleFrame
+    takes_device_tokens = True
 
     def __init__(
         self,
@@ -187,13 +189,17 @@ class EagleProposer(ColumnProposer):
         self._layers.write_context(self.pool, before, written)
 
     def compute(
-        self, features: Tensor, rows: Sequence[PassRows], draws: SamplingPlan | None
+        self,
+        features: Tensor,
+        rows: Sequence[PassRows],
+        draws: SamplingPlan | None,
+        device_tokens: DeviceTokens | None,
     ) -> Columns:
         """Compute columns with the head's layer.
 
         The next features are its hidden states, which an EAGLE-3.1 head also normalises.
         """
-        found = self._layers.compute(self.pool, features, rows, draws)
+        found = self._layers.compute(self.pool, features, rows, draws, device_tokens)
         normed, hidden = found.hidden[: len(rows)], found.taps
         assert hidden is not None
         following = normed if self.head.config.norm_output else hidden[: len(rows)]
@@ -271,6 +277,7 @@ class EaglePass(HeadPass):
         features: Tensor,
         rows: Sequence[PassRows],
         draws: SamplingPlan | None = None,
+        device_tokens: DeviceTokens | None = None,
     ) -> LayersOutput:
         """Return the hidden states of columns after the final norm; ``taps`` has those before it.
 
@@ -278,11 +285,13 @@ class EaglePass(HeadPass):
         than there are columns.
         """
         batch = self._layout.rows(pool.page_size, rows, wants_logits=True)
+        if device_tokens is not None:
+            batch = replace(batch, device_tokens=device_tokens)
         plan = self._ops.plan(batch, pool, self._heads, self._rope)
-        token_ids = batch.token_ids.to(self._device)
-        wanted = self._wanted(Wanted(draws, inputs=filled(features, len(token_ids))))
+        wanted = self._wanted(Wanted(draws, inputs=filled(features, batch.num_rows)))
         if self._compiled is not None:
-            return self._compiled(token_ids, (plan,), wanted)
+            return self._compiled(batch.token_ids, (plan,), wanted)
+        token_ids = batch.token_ids.to(self._device)
         return run_layers(
             self._ops, self._weights, token_ids, (plan,), wanted.taps, given=wanted.inputs
         )

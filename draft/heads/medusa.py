@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from ...core.model.decoder import OwnDecoder
 from ...core.model.description.config import DecoderConfig
 from ...core.model.description.fields import Fields
-from ...core.ops.batch import SamplingPlan
+from ...core.ops.batch import DeviceTokens, SamplingPlan
 from ...core.ops.kv_pool import KVPool
 from ..proposers.tree_grower import Scored
 from .common.base import HeadKind, PackedHead, ParsedHead, Tensors
@@ -142,7 +142,12 @@ class _MedusaDrafting(Drafting):
     def __init__(self, head: MedusaHead, hidden: Tensor) -> None:
         self._head, self._hidden = head, hidden
 
-    def score(self, queries: Sequence[Query], draws: SamplingPlan | None) -> Scored:  # noqa: ARG002
+    def score(
+        self,
+        queries: Sequence[Query],
+        draws: SamplingPlan | None,  # noqa: ARG002
+        device_tokens: DeviceTokens | None = None,  # noqa: ARG002
+    ) -> Scored:
         """Return the logits of the head for this level, equal for all tokens of a request."""
         requests = sorted({each.request for each in queries})
         found = self._head.logits(self._hidden[requests], queries[0].level)

@@ -25,7 +25,7 @@ from ...core.model.drafting.mtp import MtpLayer, count_mtp_layers, load_mtp_laye
 from ...core.model.formats.checkpoint import OnRead
 from ...core.model.opening import open_model
 from ...core.ops.base import RoughOps
-from ...core.ops.batch import SamplingPlan
+from ...core.ops.batch import DeviceTokens, SamplingPlan
 from ...core.ops.kv_pool import KVPool, KvShape
 from ..proposers.kind import DrafterContext, LoadedDrafter, ProposerKind
 from ..proposers.tree_grower import Scored
@@ -101,7 +101,11 @@ class MtpProposer(ColumnProposer):
         self._layer.write_kv(batch, self.pool, inputs)
 
     def compute(
-        self, features: Tensor, rows: Sequence[PassRows], draws: SamplingPlan | None
+        self,
+        features: Tensor,
+        rows: Sequence[PassRows],
+        draws: SamplingPlan | None,
+        device_tokens: DeviceTokens | None,  # noqa: ARG002
     ) -> Columns:
         """Compute columns with the MTP layer and its output matrix."""
         batch = self._layout.rows(self.pool.page_size, rows, wants_logits=True)

@@ -26,6 +26,7 @@ RATE = 0.02  # learning rate
 LEAST = 0.05  # minimum of the parameters B and b
 
 FIRST_CHANCES = 0.7, 0.14, 0.05, 0.02  # initial values of `GapModel.mean_chances`
+NUM_CHANCES = len(FIRST_CHANCES)
 
 GapNumbers: TypeAlias = tuple[float, float, float]
 """B, a and b of a `GapModel`."""
@@ -46,7 +47,7 @@ class GapModel:
 
         ``scores`` are in descending order.
         """
-        weights, rest = self._weights(scores)
+        *weights, rest = self._weights(scores)
         total = sum(weights) + rest
         return [weight / total for weight in weights]
 
@@ -57,25 +58,26 @@ class GapModel:
         """
         if len(scores) < 2:
             return
-        weights, rest = self._weights(scores)
-        total = sum(weights) + rest
-        means = self.mean_chances
-        for index, (mean, weight) in enumerate(zip(means, weights, strict=False)):
-            means[index] = mean + RATE * (weight / total - mean)
+        *weights, rest = self._weights(scores)
+        total, means, best, slope = sum(weights) + rest, self.mean_chances, scores[0], 0.0
+        for index, weight in enumerate(weights):
+            chance = weight / total
+            if index < NUM_CHANCES:
+                means[index] += RATE * (chance - means[index])
+            gap = best - scores[index]
+            slope += (chance - (index == rank)) * (gap if gap < MAX_GAP else MAX_GAP)
         self.rounded_chances = tuple([round(mean, 2) for mean in means])
-        errors = [weight / total - (index == rank) for index, weight in enumerate(weights)]
         rest_error = rest / total - (rank is None)
-        gaps = [min(MAX_GAP, scores[0] - score) for score in scores]
-        self.falloff += RATE * sum(error * gap for error, gap in zip(errors, gaps, strict=True))
+        self.falloff = max(LEAST, self.falloff + RATE * slope)
         self.rest -= RATE * rest_error
-        self.slope += RATE * rest_error * gaps[1]
-        self.falloff, self.slope = max(LEAST, self.falloff), max(LEAST, self.slope)
+        self.slope = max(LEAST, self.slope + RATE * rest_error * min(MAX_GAP, best - scores[1]))
 
-    def _weights(self, scores: Sequence[float]) -> tuple[list[float], float]:
+    def _weights(self, scores: Sequence[float]) -> map[float]:
+        """Yield the weight of each token, then the weight of all other tokens."""
         best, falloff = scores[0], self.falloff
+        exponents = [-falloff * (best - score) for score in scores]
         second = best - scores[1] if len(scores) > 1 else math.inf
-        weights = [exp(-falloff * (best - score)) for score in scores]
-        return weights, exp(self.rest - self.slope * second)
+        return map(exp, (*exponents, self.rest - self.slope * second))
 
 
 def default_gap_models() -> dict[bool, GapModel]:

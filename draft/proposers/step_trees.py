@@ -53,13 +53,18 @@ class StepTrees:
             found |= group.paying(offered) if takes_pass else offered
         return [[node for each in found[tree] for node in each.nodes] for tree in self._trees]
 
-    def template(self, roots: Mapping[TreeGrowth, TemplateRow]) -> list[list[TemplateRow]]:
+    def template(
+        self, roots: Mapping[TreeGrowth, TemplateRow], *, by_level: bool = False
+    ) -> list[list[TemplateRow]]:
         """Return the rows of the next passes, which are all launched before any result is read.
 
         ``roots``: rows of a first pass whose result was not read yet, by tree. The list is empty if
-        no pass is expected to yield more than it costs.
+        no pass is expected to yield more than it costs. ``by_level``: whether pass n computes the
+        nodes of level n alone; there must be a root for each tree then.
         """
-        planned = [rows for group in self._groups for rows in group.template(roots) if rows]
+        planned = [
+            rows for group in self._groups for rows in group.template(roots, by_level) if rows
+        ]
         return assign_rows(planned)
 
     def drafts(self, owed: Sequence[int] | None = None) -> list[Draft]:
@@ -158,7 +163,7 @@ class _Group:
             del mine[tree.plan.max_draft :]
         return self._best(_ranked(worths))[1] - self._gain
 
-    def template(self, roots: Mapping[TreeGrowth, TemplateRow]) -> list[Numbered]:
+    def template(self, roots: Mapping[TreeGrowth, TemplateRow], by_level: bool) -> list[Numbered]:
         """Return the rows of each tree that are worth their cost, with the numbers of their passes.
 
         A row is worth its cost if its best child is expected to yield more tokens than the price of
@@ -167,9 +172,12 @@ class _Group:
         self.rank()
         least = self.least()
         known = dict(zip(self.trees, self._worths, strict=True))
-        bases = {tree: bases_of(tree, least, awaits_root=tree in roots) for tree in self.trees}
+        bases = {
+            tree: bases_of(tree, least, awaits_root=tree in roots, by_level=by_level)
+            for tree in self.trees
+        }
         found = {
-            tree: Expectation(tree, mine, known[tree], roots.get(tree))
+            tree: Expectation(tree, mine, known[tree], roots.get(tree), by_level=by_level)
             for tree, mine in bases.items()
             if mine
         }

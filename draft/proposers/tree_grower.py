@@ -22,6 +22,7 @@ from ...core.interface.draft import Draft, DraftPlan
 from ...core.interface.plan import ScheduledExtras, ScheduledRequest, StateUse
 from ...core.model.decoder import Decoder
 from ...core.ops.batch import DeviceTokens, ForwardOutput, SamplingPlan, Segment, Wanted
+from ...core.ops.chained_rows import ChainedRows
 from ...core.ops.kv_pool import KVPool
 from ...core.ops.row_extras import RowExtras, SegmentState
 from ...core.sampling.drafted_row import DraftedRow
@@ -89,6 +90,22 @@ class _DrawnAlone(PendingBest):
         return _drawn_alone(self._tokens.choices().token_ids)
 
 
+class _Unscored(PendingBest):
+    """Candidates without their scores."""
+
+    def __init__(self, found: PendingBest) -> None:
+        self._found = found
+
+    @property
+    @override
+    def words(self) -> Tensor:
+        return self._found.words
+
+    @override
+    def bests(self) -> list[Best]:
+        return _without_scores(self._found.bests())
+
+
 class TreeGrower(ABC):
     """Grows trees, and keeps the trees of the current step until they are verified.
 
@@ -148,12 +165,25 @@ class TreeGrower(ABC):
         Costs and gains are compared for all trees together.
         """
         first.read()
+        self._grow_on(trees, 1)
+
+    def _grow_on(self, trees: Sequence[TreeGrowth], number: int) -> None:
+        """Grow trees pass by pass; ``number``: number of the next pass after the first one."""
         together = StepTrees(trees)
-        for level in count(1):
+        for level in count(number):
             nodes = self._open_next(together, level)
             if not nodes:
                 return
             self.compute(nodes).read()
+
+    def may_launch_ahead(self, first: Opened) -> bool:
+        """Whether passes can be launched before the result of the ``first`` pass is read.
+
+        The device must have chosen its tokens, and no later choice may depend on token ids.
+        """
+        if isinstance(first.found, Sequence):
+            return False
+        return not any([tree.scheduled.sampling.needs_history for tree, _ in first.nodes])  # noqa: C419
 
     def _open_next(self, trees: StepTrees, level: int) -> TreeNodes:
         if not self._tokens_per_pass:
@@ -228,6 +258,27 @@ class TreeGrower(ABC):
         return Opened(nodes, found if has_scores else _without_scores(found))
 
 
+def root_rows(first: Opened) -> list[TemplateRow]:
+    """Return the rows of a first pass, which computes the roots of trees."""
+    return [TemplateRow(tree, 0, node=ROOT, index=at) for at, (tree, _) in enumerate(first.nodes)]
+
+
+def read_passes(passes: Sequence[tuple[Sequence[TemplateRow], Opened]]) -> None:
+    """Add the results of passes to the trees, in the order of the passes."""
+    for rows, opened in passes:
+        note_rows(rows)
+        for row, best in zip(rows, opened.bests(), strict=True):
+            row.read(best)
+
+
+def drawn_ahead(rows: Sequence[TemplateRow]) -> list[DraftedRow]:
+    """Return the rows with which tokens are drawn after nodes whose paths are not known yet."""
+    return [
+        DraftedRow(row.tree.scheduled.tokens, row.tree.scheduled.sampling, (), (), row.level)
+        for row in rows
+    ]
+
+
 def sample_rows(nodes: TreeNodes) -> list[DraftedRow]:
     """Return the rows with which the token after each node is sampled."""
     return [
@@ -256,6 +307,7 @@ class DecoderGrower(TreeGrower):
         super().__init__(source, decoder.sampler, page_size=pool.page_size)
         self._decoder, self._pool = decoder, pool
         self._row_passes = decoder.row_passes(pool)
+        self._chained_passes = decoder.chained_passes(pool)
         self._tried: tuple[tuple[int, int], list[Segment], TreeNodes] | None = None
 
     @override
@@ -295,33 +347,70 @@ class DecoderGrower(TreeGrower):
 
     @override
     def grow(self, trees: Sequence[TreeGrowth], first: Opened) -> None:
-        needs_history = any(tree.scheduled.sampling.needs_history for tree, _ in first.nodes)
-        if isinstance(first.found, Sequence) or needs_history:
-            super().grow(trees, first)
-        else:
+        if self.may_launch_ahead(first):
             self._grow_ahead(trees, first)
+        else:
+            super().grow(trees, first)
 
     def _grow_ahead(self, trees: Sequence[TreeGrowth], first: Opened) -> None:
         """Grow trees by templates: launch all passes of a template before reading any of them."""
         together = StepTrees(trees)
-        roots = [
-            TemplateRow(tree, 0, node=ROOT, index=at) for at, (tree, _) in enumerate(first.nodes)
-        ]
+        roots = root_rows(first)
         passes = [(roots, first)]
         planned = together.template({row.tree: row for row in roots})
         while passes or planned:
             before = passes[-1][1].found if passes else ()
-            for rows in planned:
+            launched = self._launch(planned, before) if planned else []
+            for rows, opened in zip(planned, launched, strict=False):
+                passes.append((rows, opened))
+                before = opened.found
+            for rows in planned[len(launched) :]:
                 opened = self._compute_rows(rows, before)
                 passes.append((rows, opened))
                 before = opened.found
                 if isinstance(before, Sequence):
                     break  # The next pass cannot take its tokens from the device.
-            for rows, opened in passes:
-                note_rows(rows)
-                for row, best in zip(rows, opened.bests(), strict=True):
-                    row.read(best)
+            read_passes(passes)
             passes, planned = [], together.template({})
+
+    def _launch(
+        self, planned: Sequence[Sequence[TemplateRow]], before: PendingBest | Sequence[Best]
+    ) -> list[Opened]:
+        """Launch passes of a template together; return the results of those that were launched.
+
+        ``before``: the results of the pass before them.
+        """
+        words = None if isinstance(before, Sequence) else before.words
+        if self._chained_passes is None or (words is None and before):
+            return []
+        num_best = self._num_best
+        trees = list(dict.fromkeys([row.tree for rows in planned for row in rows]))
+        chained, known = ChainedRows(), dict[TreeGrowth, tuple[int, int, int]]()
+        for index, tree in enumerate(trees):
+            scheduled, sampling = tree.scheduled, tree.scheduled.sampling
+            chained.add_request(scheduled.page_ids, sampling)
+            num_tokens = len(scheduled.tokens)
+            known[tree] = index, num_tokens - 1, num_tokens - sampling.prompt_len
+        for rows in planned:
+            has_scores = False
+            for row in rows:
+                has_scores |= row.tree.wants_best
+                request, last, num_output = known[row.tree]
+                token_id = 0 if row.node is None else row.tree.nodes[row.node].token_id
+                position, level = last + row.level, row.level
+                chained.records += (
+                    request, token_id, row.source(num_best), position, position, row.slot or 0,
+                    len(row.tail), num_output + level,
+                )  # fmt: skip
+                chained.tails.extend(row.tail)
+            num_best = NUM_BEST if has_scores else 1
+            chained.end_pass(len(rows), num_best)
+        launched = self._chained_passes.launch(chained, words)
+        opened = list[Opened]()
+        for found, num_best in zip(launched, chained.num_best, strict=False):
+            self._num_best = num_best
+            opened.append(Opened((), found if num_best > 1 else _Unscored(found)))
+        return opened
 
     def _compute_rows(
         self, rows: Sequence[TemplateRow], before: PendingBest | Sequence[Best]
@@ -331,12 +420,9 @@ class DecoderGrower(TreeGrower):
         if not isinstance(before, Sequence):
             sources = np.array([row.source(self._num_best) for row in rows], np.int32)
             tokens = DeviceTokens(before.words, sources, self._decoder.config.vocab_size)
-        drawn = [
-            DraftedRow(row.tree.scheduled.tokens, row.tree.scheduled.sampling, (), (), row.level)
-            for row in rows
-        ]
         nodes = [(row.tree, ROOT) for row in rows]
-        return self.run([self._template_segment(row) for row in rows], nodes, drawn, tokens)
+        segments = [self._template_segment(row) for row in rows]
+        return self.run(segments, nodes, drawn_ahead(rows), tokens)
 
     def _template_segment(self, row: TemplateRow) -> Segment:
         scheduled = row.tree.scheduled

@@ -82,11 +82,17 @@ class TreeGrowth:
     rankings: dict[int, _Ranking] = field(default_factory=dict)  # by node, ROOT included
     pass_rows: list[int] = field(default_factory=list)  # rows of each pass or level, in order
     plan: DraftPlan = field(init=False)
+    is_tree: bool = field(init=False)  # whether nodes may have siblings
+    # Whether passes must return several candidates per node, with scores. A looked-up chain
+    # requires scores, too, because its survival is compared with the grown chain's.
+    wants_best: bool = field(init=False)
     _root: _Node = field(init=False)
     _spare: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.plan = self.scheduled.draft_plan
+        self.plan = plan = self.scheduled.draft_plan
+        self.is_tree = bool(len(self.scheduled.spare_page_ids))
+        self.wants_best = bool(plan.row_prices or self.is_tree or plan.draft.survival)
         # A child of a node at the last level could not be verified, and has no slot.
         self.most_levels = min(self.most_levels, self.plan.max_draft)
         self._root = _Node(self.scheduled.tokens[-1], ROOT, 0, "", 1.0, 1.0, True)
@@ -115,34 +121,20 @@ class TreeGrowth:
         """Return a node by its number; ROOT stands for the request's last token."""
         return self._root if node == ROOT else self.nodes[node]
 
-    @property
-    def is_tree(self) -> bool:
-        """Whether nodes may have siblings."""
-        return bool(len(self.scheduled.spare_page_ids))
-
-    @property
-    def wants_best(self) -> bool:
-        """Whether passes must return several candidates per node, with scores.
-
-        A looked-up chain requires scores, too, because its survival is compared with the grown
-        chain's.
-        """
-        return bool(self.plan.row_prices or self.is_tree or self.plan.draft.survival)
-
     def expand(self, node: int, best: Best) -> None:
         """Add the candidates that a pass found for the token after ``node``."""
         if node == ROOT:
             self.pass_rows.append(1)
         if not best.token_ids:
             return
-        before = self.at(node)
+        before = self._root if node == ROOT else self.nodes[node]
         chances = self.gap_model.chances(best.scores) if best.scores else [1.0]
         if not self.is_tree:
             chances[1:] = [0.0] * (len(chances) - 1)
         if before.children:
             ranked = self._merge(node, best.token_ids, chances)
         else:
-            ranked = [*range(len(self.nodes), len(self.nodes) + len(chances))]
+            first = len(self.nodes)
             level, survival, own, source = (
                 before.level + 1, before.survival, before.own_survival, self.source,
             )  # fmt: skip
@@ -150,7 +142,8 @@ class TreeGrowth:
                 _Node(token_id, node, level, source, survival * chance, own * chance)
                 for token_id, chance in zip(best.token_ids, chances, strict=True)
             ]
-            self.nodes[ranked[0]].on_trunk = before.on_trunk
+            self.nodes[first].on_trunk = before.on_trunk
+            ranked = [*range(first, len(self.nodes))]
             before.children += ranked
         self.rankings[node] = _Ranking(ranked, best.scores)
 
@@ -249,9 +242,9 @@ class TreeGrowth:
     def take_slot(self, level: int, on_trunk: bool) -> int | None:
         """Return a KV slot for a node of a level; None if no spare page has a free one."""
         if on_trunk:
-            at = len(self.scheduled.tokens) + level - 1
-            (slot,) = table_slots(self.scheduled, at, 1, self.page_size)
-            return slot
+            scheduled, size = self.scheduled, self.page_size
+            at = len(scheduled.tokens) + level - 1 - scheduled.extras.num_packed_away
+            return scheduled.page_ids[at // size] * size + at % size
         return self._spare.pop() if self._spare else None
 
     def hold(self, node: int, slot: int | None, on_trunk: bool) -> bool:
@@ -265,11 +258,6 @@ class TreeGrowth:
             return False
         each.is_open, each.slot, each.on_trunk = True, slot, on_trunk
         return True
-
-    def ranked(self, node: int, rank: int) -> int | None:
-        """Return the candidate of ``rank`` that was found after a node, or None."""
-        ranking = self.rankings.get(node)
-        return ranking.ranked[rank] if ranking and rank < len(ranking.ranked) else None
 
     def open(self, nodes: Sequence[int]) -> list[int]:
         """Assign slots for KV to nodes; return those that can be computed."""
@@ -343,7 +331,7 @@ class TreeGrowth:
         parents = [indices[self.nodes[node].parent] for node in order]
         return Draft(
             token_ids=[self.nodes[node].token_id for node in order],
-            sources=tuple(self.nodes[node].source for node in order),
+            sources=tuple([self.nodes[node].source for node in order]),
             parents=() if parents == list(range(-1, len(order) - 1)) else parents,
             survival=[self.nodes[node].own_survival for node in order],
             note=note,

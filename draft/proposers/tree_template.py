@@ -70,9 +70,11 @@ class TemplateRow(msgspec.Struct, eq=False):
         The parent must have been read before. Nothing is added if the parent has no candidate of
         this rank, or if another row has computed the same node.
         """
-        tree, parent = self.tree, self.parent
-        if self.rank != KNOWN and parent is not None and parent.node is not None:
-            self.node = tree.ranked(parent.node, self.rank)
+        tree, parent, rank = self.tree, self.parent, self.rank
+        if rank != KNOWN and parent is not None and parent.node is not None:
+            ranking = tree.rankings.get(parent.node)
+            has_candidate = ranking is not None and rank < len(ranking.ranked)
+            self.node = ranking.ranked[rank] if ranking is not None and has_candidate else None
         node = self.node
         if node is None or (node != ROOT and not tree.hold(node, self.slot, self.on_trunk)):
             return
@@ -94,25 +96,25 @@ class ExpectedTree:
         self.parents = list[int]()  # index of the parent; -1: the node above the expected tree
         self.ranks, self.levels = list[int](), list[int]()
         survival = list[float]()  # probability, if the node above the expected tree is accepted
-        # Entries are (negative survival, serial number, parent, rank, level).
-        heap = [(-chance, rank, -1, rank, 1) for rank, chance in enumerate(chances) if chance]
-        serial = len(heap)
+        # Entries are (negative survival, parent, rank, level).
+        heap = [(-chance, -1, rank, 1) for rank, chance in enumerate(chances) if chance]
+        # Entry n lists in ascending order which of the first n nodes have children among them.
+        self.inner = [list[int]()]
+        self.deepest = [0]  # entry n: greatest level among the first n nodes
         while heap and len(survival) < most:
-            negative, _, parent, rank, level = heappop(heap)
+            negative, parent, rank, level = heappop(heap)
+            node, inner = len(survival), self.inner[-1]
             for below, chance in enumerate(chances):
                 if chance:
-                    entry = (negative * chance, serial := serial + 1, len(survival), below)
-                    heappush(heap, (*entry, level + 1))
+                    heappush(heap, (negative * chance, node, below, level + 1))
             survival.append(-negative)
             self.parents.append(parent)
             self.ranks.append(rank)
             self.levels.append(level)
+            is_new = parent >= 0 and parent not in inner
+            self.inner.append(sorted([*inner, parent]) if is_new else inner)
+            self.deepest.append(max(level, self.deepest[-1]))
         self.survival: FloatArray = np.array(survival)
-        # Entry n lists in ascending order which of the first n nodes have children among them.
-        self.inner = [
-            sorted({parent for parent in self.parents[:count] if parent >= 0})
-            for count in range(len(survival) + 1)
-        ]
 
 
 @lru_cache(maxsize=64)
@@ -130,19 +132,25 @@ class Base(NamedTuple):
     first_rank: int  # rank of the best such child
 
 
-def bases_of(tree: TreeGrowth, least: float, *, awaits_root: bool) -> list[Base]:
+def bases_of(tree: TreeGrowth, least: float, *, awaits_root: bool, by_level: bool) -> list[Base]:
     """Return the nodes of a tree below which a pass may find one of the best nodes of the step.
 
     ``least``: number of expected tokens above which a node is worth its row. ``awaits_root``:
     whether the first pass of the tree was launched, but its result was not read. Before the first
     pass is launched there are no bases, because KV of the request itself may be missing.
+    ``by_level``: whether pass n computes the nodes of level n alone.
     """
     if not awaits_root and ROOT not in tree.rankings:
         return []
     least = (least + tree.plan.key_price) / (_mean_chances(tree)[0] or 1.0)
     nodes = tree.nodes
     found = [
-        Base(node, 1, chance, int(chance < nodes[node].survival / 2.0))
+        Base(
+            node,
+            nodes[node].level if by_level else 1,
+            chance,
+            int(chance < nodes[node].survival / 2.0),
+        )
         for node, chance in enumerate(tree.left())
         if chance > least and tree.can_open(node)
     ]
@@ -158,7 +166,8 @@ class Expectation:
 
     The worth of a node is its expected number of tokens, minus the price of reading its keys.
     ``known``: worths of nodes that the tree has. ``root``: the row of the tree's first pass, if its
-    result has not been read. ``worths``: worths of the best known and expected nodes, at most
+    result has not been read. ``by_level``: whether pass n computes the nodes of level n alone,
+    which needs a ``root``. ``worths``: worths of the best known and expected nodes, at most
     ``max_draft``, in descending order.
     """
 
@@ -168,11 +177,14 @@ class Expectation:
         bases: Sequence[Base],
         known: Sequence[float],
         root: TemplateRow | None,
+        *,
+        by_level: bool,
     ) -> None:
         self._tree, self._bases, self._root, plan = tree, bases, root, tree.plan
+        self._by_level = by_level
         self._shape = expected_tree(_mean_chances(tree), plan.max_draft)
-        chances = np.array([base.chance for base in bases])
-        self._worths: FloatArray = chances[:, None] * self._shape.survival - plan.key_price
+        self._chances: FloatArray = np.array([base.chance for base in bases])
+        self._worths: FloatArray = self._chances[:, None] * self._shape.survival - plan.key_price
         found = self._worths[self._worths > 0.0].tolist()
         self.worths = sorted([*known, *found], reverse=True)[: plan.max_draft]
         self._is_chosen: NDArray[np.bool_] = self._worths < 0.0
@@ -192,10 +204,11 @@ class Expectation:
     @property
     def last_likely(self) -> int:
         """Number of the last pass that computes a node of at least `LEAST_LIKELY` survival."""
-        last = 1  # pass 1 computes nodes that are known already
-        for base in self._bases:
-            count = int((base.chance * self._shape.survival >= LEAST_LIKELY).sum())
-            last = max([last, *[base.number + level for level in self._shape.levels[:count]]])
+        counts = (self._chances[:, None] * self._shape.survival >= LEAST_LIKELY).sum(axis=1)
+        last, deepest = 1, self._shape.deepest  # pass 1 computes nodes that are known already
+        for base, count in zip(self._bases, counts.tolist(), strict=True):
+            if count and base.number + deepest[count] > last:
+                last = base.number + deepest[count]
         return last
 
     def rows(self) -> Numbered:
@@ -215,14 +228,15 @@ class Expectation:
         self, base: Base, known: dict[int, TemplateRow], found: list[tuple[int, TemplateRow]]
     ) -> TemplateRow:
         """Return the row of a known node; add that row and the rows of its path if missing."""
-        tree, row = self._tree, None
+        tree, row = self._tree, self._root if self._by_level else None
         for node in tree.path(base.node):
             each = tree.nodes[node]
             if each.is_open:
                 continue
             if node not in known:
                 known[node] = TemplateRow(tree, each.level, row, KNOWN, node, each.on_trunk)
-                found.append((base.number, known[node]))
+                number = each.level if self._by_level else base.number
+                found.append((number, known[node]))
             row = known[node]
         assert row is not None
         return row
@@ -264,33 +278,36 @@ def assign_rows(planned: Sequence[Numbered]) -> list[list[TemplateRow]]:
     with all rows below it.
     """
     most = min(MOST_EXPANDED, max(1, MOST_DRAWN_ROWS // max(1, len(planned))))
-    passes = list[list[TemplateRow]]()
+    last = max([number for rows in planned for number, _ in rows], default=0)
+    passes = [list[TemplateRow]() for _ in range(last)]
     for rows in planned:
-        counts = dict[int, int]()
+        counts = [0] * (last + 1)
         for number, row in rows:
-            count = counts.get(number, 0)
-            if count < most and _take_slot(row):
-                counts[number] = count + 1
-                while len(passes) < number:
-                    passes.append([])
-                row.index = len(passes[number - 1])
-                passes[number - 1].append(row)
+            if counts[number] < most and _take_slot(row):
+                counts[number] += 1
+                mine = passes[number - 1]
+                row.index = len(mine)
+                mine.append(row)
+    while passes and not passes[-1]:
+        del passes[-1]
     return passes
 
 
 def _take_slot(row: TemplateRow) -> bool:
     """Assign a KV slot to a row; return False if none is left, or if its parent was dropped."""
-    tree, parent, before = row.tree, row.parent, list[int]()
+    tree, parent = row.tree, row.parent
+    before: Sequence[int] = ()
     if parent is not None:
         if parent.index < 0:
             return False
-        before = list(parent.tail)
+        before = parent.tail
     elif row.node is not None:
         before = tree.slots(tree.nodes[row.node].parent)
-    row.slot = tree.take_slot(row.level, row.on_trunk)
-    if row.slot is None:
+    slot = row.slot = tree.take_slot(row.level, row.on_trunk)
+    if slot is None:
         return False
-    row.tail = [*before, row.slot] if before or not row.on_trunk else ()
+    if before or not row.on_trunk:
+        row.tail = (*before, slot)
     return True
 
 

@@ -158,6 +158,13 @@ class NativeStep:
         cap = self._weights.logit_cap or 0.0
         return NativeRowPasses(self._library, self._struct, self._vocab_size, pool, parts, cap=cap)
 
+    def chained_passes(
+        self,
+        pool: KVPool,
+        parts: Sequence[tuple[HeadLayout, Sequence[Rope]]],
+    ) -> None:
+        """Return None: a pass has ended when it returns, so no tokens are on a device."""
+
     def warm_up(
         self,
         pool: KVPool,

@@ -28,7 +28,12 @@ _LEAST_WORDS = 512  # least size of a host copy, so that torch can reuse blocks 
 
 
 class HostFields(dict[str, NDArray[Any]]):
-    """The fields of a host block by name."""
+    """The fields of a host block by name.
+
+    ``narrow_target``: `NarrowTarget` of the block, once it is made (graph/input_fields.py).
+    """
+
+    narrow_target: tuple[Any, Any] | None = None
 
     @cached_property
     def addresses(self) -> dict[str, int]:
@@ -118,6 +123,32 @@ class AsyncCopy:
         """Wait for the copy and return the numbers."""
         self._event.synchronize()
         return self._numbers.numpy()
+
+
+class JoinedCopy:
+    """Copies of several arrays from the device to one array on the host, one after another.
+
+    ``count``: maximum number of all numbers. ``like``: an array with their dtype and device.
+    """
+
+    def __init__(self, count: int, like: Tensor) -> None:
+        self._block = _host_memory(max(count, _LEAST_WORDS), like.dtype, like.device)
+        self._event = make_event(like.device)
+        self._stop = 0
+
+    def add(self, numbers: Tensor) -> None:
+        """Begin the copy of a flat array, which later launches may overwrite."""
+        start, self._stop = self._stop, self._stop + len(numbers)
+        self._block[start : self._stop].copy_(numbers, non_blocking=True)
+
+    def end(self) -> None:
+        """Declare that no more arrays follow."""
+        self._event.record()
+
+    def read(self) -> NDArray[Any]:
+        """Wait for the copies and return the numbers."""
+        self._event.synchronize()
+        return self._block[: self._stop].numpy()
 
 
 def _host_memory(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ....core.execution.step_layout import table_slots
-from ....core.ops.batch import SamplingPlan
+from ....core.ops.batch import DeviceTokens, SamplingPlan
 from ...proposers.tree_grower import Scored
 from .head_kv import Written
 from .packing import PassRows, seen_kv
@@ -35,7 +35,9 @@ class Columns(NamedTuple):
     features: Tensor
 
 
-Compute: TypeAlias = Callable[[Tensor, Sequence[PassRows], SamplingPlan | None], Columns]
+Compute: TypeAlias = Callable[
+    [Tensor, Sequence[PassRows], SamplingPlan | None, DeviceTokens | None], Columns
+]
 """Computes columns from features ``[n, hidden]`` of the positions before and one row per token."""
 
 
@@ -43,6 +45,7 @@ class ColumnProposer(HeadProposer):
     """Drafts token by token; a kind of head defines how columns are written and computed."""
 
     keeps_node_kv = True
+    takes_device_tokens = False  # `Drafting.takes_device_tokens`
 
     @abstractmethod
     def features(self, taps: Tensor) -> Tensor:
@@ -54,11 +57,17 @@ class ColumnProposer(HeadProposer):
 
     @abstractmethod
     def compute(
-        self, features: Tensor, rows: Sequence[PassRows], draws: SamplingPlan | None
+        self,
+        features: Tensor,
+        rows: Sequence[PassRows],
+        draws: SamplingPlan | None,
+        device_tokens: DeviceTokens | None,
     ) -> Columns:
         """Compute columns and write their KV.
 
         ``features`` [n, hidden]: features of the preceding positions. ``rows``: one row per column.
+        ``device_tokens``: tokens of the rows that are still on the device; only if
+        ``takes_device_tokens``.
         """
 
     def write_head_kv(self, written: Written) -> Tensor:
@@ -76,7 +85,9 @@ class ColumnProposer(HeadProposer):
     def begin(self, starts: Sequence[DraftStart], num_drafted: int) -> Drafting:
         """Start drafting with one pass per level of the trees."""
         del num_drafted
-        return _ColumnDrafting(self.compute, self.pool.page_size, starts)
+        drafting = _ColumnDrafting(self.compute, self.pool.page_size, starts)
+        drafting.takes_device_tokens = self.takes_device_tokens
+        return drafting
 
 
 class _ColumnDrafting(Drafting):
@@ -97,13 +108,20 @@ class _ColumnDrafting(Drafting):
             for start, anchor in zip(starts, self._anchors, strict=True)
         ]
 
-    def score(self, queries: Sequence[Query], draws: SamplingPlan | None) -> Scored:
+    def score(
+        self,
+        queries: Sequence[Query],
+        draws: SamplingPlan | None,
+        device_tokens: DeviceTokens | None = None,
+    ) -> Scored:
         """Return the logits of the token after each token in ``queries``."""
         features = self._features
         if queries[0].level:
-            parents = torch.tensor([each.parent for each in queries], device=features.device)
-            features = features[parents]
-        found = self._compute(features, [self._row(each) for each in queries], draws)
+            parents = torch.tensor([each.parent for each in queries])
+            # A blocking copy would wait for the passes that were launched before.
+            features = features[parents.to(features.device, non_blocking=True)]
+        rows = [self._row(each) for each in queries]
+        found = self._compute(features, rows, draws, device_tokens)
         self._features = found.features
         return found.scored
 

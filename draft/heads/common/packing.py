@@ -259,7 +259,8 @@ class PassLayout:
             )
             for each in rows
         ]
-        in_pages, page_counts, tail_lens = np.array(sizes).repeat(counts, axis=0).T
+        columns = np.array(sizes).repeat(counts, axis=0).T
+        in_pages, page_counts, tail_lens = np.ascontiguousarray(columns)  # C reads them
         pages = [(each.seen.pages,) * len(each.token_ids) for each in rows]
         tails = [(each.seen.edge, each.draft_slots) * len(each.token_ids) for each in rows]
         return self._batch(

@@ -12,6 +12,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from typing_extensions import override
@@ -21,13 +22,30 @@ from ....core.interface.draft import NO_DRAFT, Draft, DraftPlan
 from ....core.interface.plan import ScheduledRequest
 from ....core.interface.protocols import ProposerTraits
 from ....core.model.decoder import OwnDecoder
-from ....core.ops.batch import ForwardOutput, RaggedBatch, SamplingPlan, Taps, Wanted
+from ....core.ops.batch import (
+    DeviceTokens,
+    ForwardOutput,
+    RaggedBatch,
+    SamplingPlan,
+    Taps,
+    Wanted,
+)
 from ....core.ops.kv_pool import KVPool
-from ....core.sampling.sampler import DraftVocab, Sampler
+from ....core.sampling.sampler import DraftVocab, PendingBest, Sampler
 from ...control.profiler import TRIED_PRICE, TRIED_SAMPLING
 from ...proposers.gap_model import GapModel, GapNumbers
-from ...proposers.tree_grower import Opened, Scored, TreeGrower, sample_rows
+from ...proposers.step_trees import StepTrees
+from ...proposers.tree_grower import (
+    Opened,
+    Scored,
+    TreeGrower,
+    drawn_ahead,
+    read_passes,
+    root_rows,
+    sample_rows,
+)
 from ...proposers.tree_growth import ROOT, TreeGrowth, TreeNodes
+from ...proposers.tree_template import TemplateRow
 from .head_kv import HeadKV, Written
 from .layers import Head, TapConfig
 
@@ -60,10 +78,22 @@ class Query(NamedTuple):
 class Drafting(ABC):
     """The computation of some requests' drafts, one level of the trees per call."""
 
+    # Whether `score` supports ``device_tokens``. It does if all that depends on token ids is in the
+    # graph of the pass, or behind it. Only EAGLE-3's layer is: the embeddings of an MTP layer and
+    # of an assistant are joined to features before the graph, and a pass of a block or a Medusa
+    # head yields several levels, so that few of its tokens are waited for.
+    takes_device_tokens = False
+
     @abstractmethod
-    def score(self, queries: Sequence[Query], draws: SamplingPlan | None) -> Scored:
+    def score(
+        self,
+        queries: Sequence[Query],
+        draws: SamplingPlan | None,
+        device_tokens: DeviceTokens | None = None,
+    ) -> Scored:
         """Compute the logits of the token after each token in ``queries``.
 
+        ``device_tokens``: tokens that are still on the device; their queries have the token id 0.
         ``draws``: sampling plan with which the pass may choose these tokens itself. All queries are
         at one level, which is one deeper than in the previous call. They are in the order of the
         requests. A request that is missing in one call is missing in all later ones.
@@ -86,7 +116,7 @@ class HeadGrower(TreeGrower):
             tokens_per_pass=config.tokens_per_pass,
             draft_vocab=draft_vocab,
         )
-        self._longest = config.longest
+        self._longest, self._vocab_size = config.longest, config.vocab_size
         self._drafting: Drafting | None = None  # drafts of the growing trees
         self._requests: dict[TreeGrowth, int] = {}  # indices of the growing trees
         self._before: dict[tuple[TreeGrowth, int], int] = {}  # indices of the previous call's nodes
@@ -101,6 +131,60 @@ class HeadGrower(TreeGrower):
         self._requests = {tree: at for at, tree in enumerate(trees)}
         self.grow(trees, self.compute([(tree, ROOT) for tree in trees]))
         self._drafting, self._before, self._requests = None, {}, {}  # Free the drafts' tensors.
+
+    @override
+    def grow(self, trees: Sequence[TreeGrowth], first: Opened) -> None:
+        assert self._drafting is not None
+        if self._drafting.takes_device_tokens and self.may_launch_ahead(first):
+            self._grow_ahead(trees, first)
+        else:
+            super().grow(trees, first)
+
+    def _grow_ahead(self, trees: Sequence[TreeGrowth], first: Opened) -> None:
+        """Launch the passes of a template before reading any of them; then grow pass by pass.
+
+        A head cannot return to an earlier level, so there is one template for a step.
+        """
+        rows = root_rows(first)
+        planned = StepTrees(trees).template({row.tree: row for row in rows}, by_level=True)
+        passes, slots = [(rows, first)], dict[TemplateRow, tuple[int, ...]]()
+        for rows in planned:
+            before = passes[-1][1].found
+            if isinstance(before, Sequence):
+                break  # The next pass cannot take its tokens from the device.
+            passes.append((rows, self._compute_rows(rows, before, slots)))
+        read_passes(passes)
+        self._before = {
+            (row.tree, row.node): row.index for row in passes[-1][0] if row.node is not None
+        }
+        self._grow_on(trees, len(passes))
+
+    def _compute_rows(
+        self,
+        rows: Sequence[TemplateRow],
+        before: PendingBest,
+        slots: dict[TemplateRow, tuple[int, ...]],
+    ) -> Opened:
+        """Compute a pass of a template. ``before``: the results of the pass before it.
+
+        ``slots``: KV slots of the paths of earlier rows, to which those of ``rows`` are added.
+        """
+        assert self._drafting is not None
+        vocab, queries = self._draft_vocab, list[Query]()
+        for row in rows:
+            tree, parent = row.tree, row.parent
+            assert parent is not None
+            own = () if row.slot is None else (row.slot,)
+            slots[row] = path = (*slots.get(parent, ()), *own)
+            token_id = 0 if row.node is None else tree.nodes[row.node].token_id
+            queries.append(Query(self._requests[tree], row.level, parent.index, token_id, path))
+        sources = np.array([row.source(self._num_best) for row in rows], np.int32)
+        names = None if vocab is None else vocab.token_ids
+        tokens = DeviceTokens(before.words, sources, self._vocab_size, names)
+        nodes, drawn = [(row.tree, ROOT) for row in rows], drawn_ahead(rows)
+        return self.choose(
+            nodes, drawn, self._drafting.score(queries, self.draws_of(nodes, drawn), tokens)
+        )
 
     @override
     def compute(self, nodes: TreeNodes) -> Opened:

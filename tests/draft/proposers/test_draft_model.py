@@ -48,6 +48,9 @@ class Counting:
     def row_passes(self, pool: KVPool) -> None:
         return None
 
+    def chained_passes(self, pool: KVPool) -> None:
+        return None
+
     def forward(self, batch: RaggedBatch, pool: KVPool, wanted: Wanted) -> ForwardOutput:
         self.calls.append(int(batch.lens.sum()))
         return self._decoder.forward(batch, pool, wanted)

@@ -66,6 +66,9 @@ def logits_after(decoder: Decoder, tokens: Sequence[int], tail: Sequence[int]) -
         def row_passes(self, pool: KVPool) -> None:
             return None
 
+        def chained_passes(self, pool: KVPool) -> None:
+            return None
+
         def forward(self, batch: RaggedBatch, pool: KVPool, wanted: Wanted) -> ForwardOutput:
             output = decoder.forward(batch, pool, wanted)
             seen.append(output.logits)

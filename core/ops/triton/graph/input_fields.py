@@ -26,8 +26,11 @@ from ..recurrent.pass_states import fill_states
 from ..sampling.sampling_inputs import NUM_COLUMNS, ROW, SamplingInputs
 
 Windows: TypeAlias = Sequence[int | None]
-_ROW_FIELDS = (
+NarrowTarget: TypeAlias = tuple[Any, Any]
+"""Work lists and fields of a host block as structs of pass_inputs.c, made once for each block."""
+_PASS_FIELDS = (
     "token_ids", "positions", "slots", "logit_rows", "rows_in_tile", "last_seen", "words",
+    "sources", "controls", "cuts",
 )  # fmt: skip
 # Numbers of an item: index of its rows, their number, index of its pages, first split, last split,
 # first position in its tail, index of its tail.
@@ -99,18 +102,15 @@ def fill(
     return used
 
 
-def fill_narrow(
-    to: HostFields, batch: RaggedBatch, windows: Windows, *, tile_rows: int, max_partials: int
-) -> int | None:
+def fill_narrow(to: HostFields, batch: RaggedBatch, target: NarrowTarget) -> int | None:
     """Write what `fill` writes for a batch without long chunks, in C and without a `TileSchedule`.
 
-    ``tile_rows``: rows of a narrow tile. ``max_partials``: greatest number of partials. Returns how
-    many words it used, or None if it cannot write the pass: the batch has states, images or packed
-    KV, or does not fit, or there is no C library.
+    ``target``: `narrow_target` of ``to``. Returns how many words it used, or None if it cannot
+    write the pass: the batch has states or images, or does not fit, or there is no C library.
     """
     library = rows_library()
-    has_extras = batch.states is not None or batch.rope_until or batch.reaches is not None
-    if library is None or has_extras:
+    has_extras = batch.states is not None or batch.reaches is not None
+    if library is None or has_extras or batch.positions.ndim > 1:
         return None
     ragged = STRUCTS.ft_ragged(
         num_rows=int(batch.lens.sum()),
@@ -130,31 +130,40 @@ def fill_narrow(
         pages=address_of(batch.pages),
         tails=address_of(batch.tails),
     )
-    at = to.addresses
-    works = (STRUCTS.ft_pass_work * len(windows))(
-        *(
-            STRUCTS.ft_pass_work(
-                window=window or 0,
-                split=SPLIT,
-                tile_rows=tile_rows,
-                counts=at[f"counts{index}"],
-                partials=at[f"partials{index}"],
-            )
-            for index, window in enumerate(windows)
-        )
-    )
-    room = STRUCTS.ft_pass_fields(
-        room=len(to["token_ids"]),
-        num_words=len(to["words"]),
-        num_partials=max_partials,
-        **{name: at[name] for name in _ROW_FIELDS},
-    )
-    used = int(library.ft_fill_pass(ragged, works, len(windows), room))
+    works, room = target
+    used = int(library.ft_fill_pass(ragged, works, len(works), room))
     if used < 0:
         return None
     if batch.device_tokens is not None:  # sources are read only with device tokens
         _put(to["sources"], batch.device_tokens.sources, -1)
     return used
+
+
+def narrow_target(
+    to: HostFields, windows: Windows, *, tile_rows: int, max_partials: int
+) -> NarrowTarget:
+    """Return the arguments for writing passes without long chunks to a host block.
+
+    ``tile_rows``: rows of a narrow tile. ``max_partials``: greatest number of partials.
+    """
+    at = to.addresses
+    works = [
+        STRUCTS.ft_pass_work(
+            window=window or 0,
+            split=SPLIT,
+            tile_rows=tile_rows,
+            counts=at[f"counts{index}"],
+            partials=at[f"partials{index}"],
+        )
+        for index, window in enumerate(windows)
+    ]
+    room = STRUCTS.ft_pass_fields(
+        room=len(to["token_ids"]),
+        num_words=len(to["words"]),
+        num_partials=max_partials,
+        **{name: at[name] for name in _PASS_FIELDS},
+    )
+    return (STRUCTS.ft_pass_work * len(windows))(*works), room
 
 
 def fill_controls(to: HostFields, controls: SamplingInputs | None) -> None:

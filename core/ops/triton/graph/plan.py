@@ -291,19 +291,34 @@ def take_device_tokens(batch: RaggedBatch, fields: Mapping[str, Tensor]) -> None
     """
     device_tokens = batch.device_tokens
     if device_tokens is not None:
-        take_kernel[(len(device_tokens.sources),)](
-            device_tokens.words,
-            fields["sources"],
-            fields["token_ids"],
-            device_tokens.vocab_size - 1,
-            num_warps=1,
-        )
+        words, vocab_size, names = (
+            device_tokens.words, device_tokens.vocab_size, device_tokens.names,
+        )  # fmt: skip
+        take_tokens(words, vocab_size, len(device_tokens.sources), fields, names)
+
+
+def take_tokens(
+    words: Tensor,
+    vocab_size: int,
+    num_rows: int,
+    fields: Mapping[str, Tensor],
+    names: Tensor | None = None,
+) -> None:
+    """Write the tokens of ``words`` to the rows whose ``sources`` name a word.
+
+    ``names``: `DeviceTokens.names`.
+    """
+    last = (vocab_size if names is None else len(names)) - 1
+    sources, token_ids = fields["sources"], fields["token_ids"]
+    kernel = take_kernel[(num_rows,)]
+    kernel(words, sources, token_ids, last, names, HAS_NAMES=names is not None, num_warps=1)
 
 
 def warm_up_device_tokens(vocab_size: int, device: torch.device) -> None:
     """Compile the kernel of `take_device_tokens`."""
     row = torch.full((1,), -1, dtype=torch.int32, device=device)
-    take_kernel[(1,)](row.long(), row, row, vocab_size - 1, num_warps=1)
+    for names in (None, row.long()):
+        take_tokens(row.long(), vocab_size, 1, {"sources": row, "token_ids": row}, names)
 
 
 def power_of_two(number: int) -> int:

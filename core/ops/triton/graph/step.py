@@ -20,20 +20,24 @@ from ...batch import NOTHING_MORE, Taps, Wanted
 from ...kv_pool import KVPool
 from ...layers import run_layers
 from ...lora import AdaptedRows
+from ...rows.step_inputs import rows_library
 from ...weights import DecoderWeights, HeadLayout
 from ..attention.tile_schedule import NARROW_LEN, SPLIT
 from ..graph_inputs import NUM_BUFFERS, GraphInputs, HostFields
 from ..recurrent.pass_states import record_positions
 from ..sampling.sampler import TritonSampler
 from .adapters import PassAdapters, StepAdapters, room_for
+from .chained import TakeWords, TritonChainedPasses
 from .graphs import Graph, MakeGraph
 from .input_fields import (
     ITEM_WORDS,
+    NarrowTarget,
     Windows,
     fields,
     fill,
     fill_idle,
     fill_narrow,
+    narrow_target,
     words_needed,
 )
 from .lm_head import MAX_ROWS, FusedLmHead, GraphOutputs
@@ -95,29 +99,34 @@ class _Captured:
     outcome: GraphOutputs
     num_positions: int  # positions of the RoPE tables
     num_partials: int  # capacity of the buffers of partial sums
+    windows: Windows
+    tile_rows: int  # rows of a narrow tile
     given: Tensor | None = None  # [bucket, hidden] vectors that replace embeddings of rows
 
-    def fill(self, to: HostFields, plan: TritonPlan, windows: Windows) -> int | None:
+    def fill(self, to: HostFields, plan: TritonPlan) -> int | None:
         """Write a pass and return the used words, or None if the buffers have no room for it."""
         if plan.last_stop > self.num_positions:
             return None
         batch, geometry = plan.batch, plan.geometry
         if not plan.has_wide:
-            tile_rows = geometry.narrow_tile // geometry.heads.group_size
-            limits = {"tile_rows": tile_rows, "max_partials": self.num_partials}
-            num_words = fill_narrow(to, batch, windows, **limits)
+            num_words = fill_narrow(to, batch, self._target(to))
             if num_words is not None:
                 return num_words
-        works = plan.work_lists(windows)
+        works = plan.work_lists(self.windows)
         num_partials = max(work.num_partials for work in works)
         if num_partials > self.num_partials or words_needed(batch, works) > len(to["words"]):
             return None
         return fill(to, batch, works, geometry.pool.states)
 
+    def _target(self, to: HostFields) -> NarrowTarget:
+        if to.narrow_target is None:
+            limits = {"tile_rows": self.tile_rows, "max_partials": self.num_partials}
+            to.narrow_target = narrow_target(to, self.windows, **limits)
+        return to.narrow_target
+
     def run(
         self,
         plan: TritonPlan,
-        windows: Windows,
         wanted: Wanted,
         adapters: PassAdapters | None = None,
     ) -> LayersOutput | None:
@@ -129,7 +138,7 @@ class _Captured:
         """
         batch, to = plan.batch, self.graph_inputs.open()
         states = plan.geometry.pool.states
-        num_words = self.fill(to, plan, windows)
+        num_words = self.fill(to, plan)
         if num_words is None:
             return None
         if adapters is not None:  # graphs without adapters do not read these fields
@@ -145,6 +154,23 @@ class _Captured:
         wanted.notify_started()  # after the launch: woken threads would take the GIL
         logit_rows = self.graph_inputs.device["logit_rows"][: len(batch.logit_rows)]
         return self.outcome.of_pass(batch.num_rows, logit_rows, has_chosen=has_chosen)
+
+    def run_chained(
+        self, arguments: Sequence[object], num_rows: int, take: TakeWords | None
+    ) -> Tensor | None:
+        """Compute a chained pass (`ChainedGraph`); None if the graph has no room for it."""
+        library, winners = rows_library(), self.outcome.winners
+        if library is None or winners is None:
+            return None
+        works, room = self._target(self.graph_inputs.open())
+        num_words = int(library.ft_fill_chained(*arguments, works, len(works), room))
+        if num_words < 0:
+            return None
+        self.graph_inputs.upload(num_words)
+        if take is not None:
+            take(num_rows, self.graph_inputs.device)
+        self.graph.replay()
+        return winners[:num_rows].flatten()
 
 
 class _PoolGraphs:
@@ -245,7 +271,7 @@ class TritonStep:
             if captured is not None and adapters is not None:
                 captured = self._adapted(plan.geometry, shape, captured, len(adapted))
             if captured is not None:
-                output = captured.run(plan, self._windows, wanted, adapters)
+                output = captured.run(plan, wanted, adapters)
                 if output is not None:
                     return output
                 self._warn_no_graph(plan)
@@ -263,6 +289,23 @@ class TritonStep:
 
     def row_passes(self, pool: KVPool, parts: Sequence[tuple[HeadLayout, Sequence[Rope]]]) -> None:
         """Return None: the host waits only once for several passes on the device."""
+
+    def chained_passes(
+        self, pool: KVPool, parts: Sequence[tuple[HeadLayout, Sequence[Rope]]]
+    ) -> TritonChainedPasses | None:
+        """Return chained passes over a pool; None if its pages or its states do not allow them."""
+        if len(parts) != 1 or pool.states is not None or rows_library() is None:
+            return None
+        ((heads, ropes),) = parts
+        geometry = Geometry(pool, heads, tuple(ropes), self._one_tile)
+
+        def find(num_rows: int, num_best: int) -> _Captured | None:
+            bucket = next((bucket for bucket in BUCKETS if bucket >= num_rows), MAX_ROWS + 1)
+            shape = _Shape(bucket, False, (), num_best=num_best)
+            captured = self._captured(geometry, shape) if bucket <= MAX_ROWS else None
+            return None if captured is None or captured.head is None else captured
+
+        return TritonChainedPasses(find, pool.page_size, len(self._weights.embedding))
 
     def warm_up(
         self,
@@ -393,7 +436,10 @@ class TritonStep:
 
         outcome = graph.capture(work)
         positions, partials = shared.num_positions, shared.partial_sums.num_partials
-        return _Captured(graph, graph_inputs, head, outcome, positions, partials, given)
+        tile_rows = geometry.narrow_tile // geometry.heads.group_size
+        return _Captured(
+            graph, graph_inputs, head, outcome, positions, partials, windows, tile_rows, given
+        )
 
     def _layers(
         self,

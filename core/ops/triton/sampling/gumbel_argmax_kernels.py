@@ -240,12 +240,16 @@ def take_kernel(
     winners_ptr,  # [num_draws] int64, from `gumbel_argmax_kernel`
     sources_ptr,  # [num_rows] int32: index of the row's winner; -1: the row has its token
     token_ids_ptr,  # [num_rows] int32, in and out
-    last_id,  # last id of the vocabulary
+    last_id,  # last column of the winners' logits
+    names_ptr,  # int64: token ids of these columns
+    HAS_NAMES: tl.constexpr,  # whether columns have names; else they are token ids
 ):
     """Write the token of one row; a word that is an error becomes some id of the vocabulary."""
     row = tl.program_id(0)
     source = tl.load(sources_ptr + row)
     if source >= 0:
         bits = tl.load(winners_ptr + source) & LAST_ID
-        token_id = (bits ^ LAST_ID).to(tl.int32)  # the same as LAST_ID - bits
-        tl.store(token_ids_ptr + row, tl.minimum(token_id, last_id))
+        token_id = tl.minimum((bits ^ LAST_ID).to(tl.int32), last_id)  # equals LAST_ID - bits
+        if HAS_NAMES:
+            token_id = tl.load(names_ptr + token_id).to(tl.int32)
+        tl.store(token_ids_ptr + row, token_id)

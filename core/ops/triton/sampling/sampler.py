@@ -225,7 +225,7 @@ class TritonPendingBest:
     def bests(self) -> list[Best]:
         """Wait for the words and return their tokens and scores."""
         names = None if self._draft_vocab is None else self._draft_vocab.names
-        return _bests(self._reply.read().reshape(self._shape), self._refusals, names)
+        return bests_of_words(self._reply.read().reshape(self._shape), self._refusals, names)
 
 
 def _choices(words: NDArray[np.int64], refusals: dict[int, str]) -> Choices:
@@ -241,7 +241,7 @@ def _choices(words: NDArray[np.int64], refusals: dict[int, str]) -> Choices:
     return Choices(token_ids, errors)
 
 
-def _bests(
+def bests_of_words(
     words: NDArray[np.int64], refusals: dict[int, str], names: Sequence[int] | None
 ) -> list[Best]:
     """Return tokens and scores of words [num_draws, num_best], or errors.

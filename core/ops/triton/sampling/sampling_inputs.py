@@ -14,8 +14,9 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from ....interface.sampling import SamplingMetadata
 from ....sampling.drafted_row import DraftedRow
-from ....sampling.encoded import CUT, PLACE
+from ....sampling.encoded import CUT, PLACE, EncodedSampling
 from ....sampling.gumbel import stream_keys
 from ....sampling.verifier import LogitsRow
 from ...batch import IntArray, SamplingPlan
@@ -77,6 +78,29 @@ def write_plain_controls(draws: SamplingPlan, vocab_size: int) -> SamplingInputs
     rows = np.arange(counts.sum())
     positions = rows + offsets.repeat(counts)
     return plain_inputs(_columns(records, positions, rows))
+
+
+def chained_controls(
+    samplings: Sequence[SamplingMetadata],
+    requests: IntArray,
+    positions: IntArray,
+    vocab_size: int,
+) -> NDArray[np.int64] | None:
+    """Return the controls of draws [num_draws, NUM_COLUMNS], with any row of logits.
+
+    ``samplings``: parameters of each request. ``requests``: index of each draw's request.
+    ``positions``: output position of each draw. Returns None if a draw is edited or may have an
+    error.
+    """
+    encoded = [each.cached(EncodedSampling, vocab_size) for each in samplings]
+    if any([each.edited_until for each in encoded]):  # noqa: C419 - a list is faster
+        edited_until = np.array([each.edited_until for each in encoded])
+        if (positions < edited_until[requests]).any():
+            return None
+    places = np.frombuffer(b"".join([each.place for each in encoded]), PLACE)
+    draws = places[requests]
+    draws["noise_start"] = stream_keys(draws["noise_start"], positions).view(np.uint64)
+    return draws.view(np.int64).reshape(-1, NUM_COLUMNS)
 
 
 def plain_inputs(columns: NDArray[np.int64]) -> SamplingInputs:

@@ -172,7 +172,9 @@ VARIANTS |= {
     "sample merge best": Variant(merge_best_kernel, MERGE_BEST, LOGITS),
     "sample cut": Variant(cut_kernel, {**VOCAB, **CUT}, LOGITS, {"num_warps": 8, **ROUNDED}),
     "sample copy": Variant(copy_kernel, {**VOCAB, "MASK_WORDS": 4748}, LOGITS, ROUNDED),
-    "sample take": Variant(take_kernel, NONE, LOGITS, {"num_warps": 1}),
+    "sample take": Variant(
+        take_kernel, {"HAS_NAMES": True}, LOGITS | {"names_ptr": "i64"}, {"num_warps": 1}
+    ),
     "sample edit": Variant(edit_kernel, {"VOCAB": 151_936, "TILE": EDIT_TILE}, LOGITS, ROUNDED),
 }
 

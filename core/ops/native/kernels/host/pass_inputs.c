@@ -8,6 +8,9 @@
 #include <stdlib.h>
 
 enum { ITEM_WORDS = 7 }; /* must be equal to ITEM_WORDS of input_fields.py */
+/* Number of words of a draw's controls, indices of two of them, and the kind of draws with top-k or
+ * top-p: must be equal to PLACE and CUT of core/sampling/encoded.py. */
+enum { CONTROL_WORDS = 8, CONTROL_KIND = 1, CONTROL_ROW = 6, KIND_CUT = 3 };
 
 /* A batch: arrays of core/ops/batch.py's `RaggedBatch`. */
 typedef struct {
@@ -18,12 +21,28 @@ typedef struct {
     const int64_t *pages, *tails;
 } ft_ragged;
 
-/* The fields of a pass's inputs. Each array with one number per row has room for `room` rows. */
+/* The fields of a pass's inputs. Each array with one number per row has room for `room` rows. The
+ * last three are written for chained passes only. */
 typedef struct {
     int64_t room, num_words, num_partials; /* capacities in rows, words, partial sums */
     int32_t *token_ids, *positions, *slots, *logit_rows, *rows_in_tile, *last_seen; /* [room] */
-    int32_t *words; /* [num_words] */
+    int32_t *words;    /* [num_words] */
+    int32_t *sources;  /* [room] */
+    int64_t *controls; /* [room, CONTROL_WORDS] */
+    int32_t *cuts;     /* [room] */
 } ft_pass_fields;
+
+/* A row of a chained pass: the record of core/ops/chained_rows.py, field by field. */
+typedef struct {
+    int64_t request;  /* index of its request */
+    int64_t token_id; /* 0 if the device takes the token from the pass before */
+    int64_t source;   /* index of the token's word in the results of the pass before; -1: none */
+    int64_t position; /* position for RoPE */
+    int64_t start;    /* number of keys that the row attends to besides its own */
+    int64_t slot;
+    int64_t num_tails;
+    int64_t output_position; /* position of the chosen token in the output; not read here */
+} ft_chained_row;
 
 /* Inputs of the attention layers that have the same sliding window. */
 typedef struct {
@@ -159,7 +178,6 @@ FT_EXPORT int64_t ft_fill_pass(const ft_ragged *batch, const ft_pass_work *works
     if (used > to->num_words) return -1;
     put(to->token_ids, batch->token_ids, batch->num_rows, to->room, 0);
     put(to->positions, batch->positions, batch->num_rows, to->room, 0);
-    put(to->last_seen, batch->positions, batch->num_rows, to->room, 0);
     put(to->slots, batch->slots, batch->num_rows, to->room, -1);
     put(to->logit_rows, batch->logit_rows, batch->num_logits, to->room, 0);
     put(to->rows_in_tile, NULL, 0, to->room, -1);
@@ -171,14 +189,82 @@ FT_EXPORT int64_t ft_fill_pass(const ft_ragged *batch, const ft_pass_work *works
     for (int64_t i = 0; i < num_segments; i++) {
         segments[i] = (ordered){batch->pages + page, batch->page_counts[i], page, row, tail, i, 0};
         page += batch->page_counts[i];
-        row += batch->lens[i];
+        for (int64_t at = 0; at < batch->lens[i]; at++)
+            to->last_seen[row++] = (int32_t)(batch->starts[i] + at);
         tail += batch->tail_lens[i];
     }
+    for (; row < to->room; row++) to->last_seen[row] = 0;
     int64_t *scratch = (int64_t *)(segments + num_segments);
     if (num_works && may_share(segments, num_segments, works->split, batch->page_size, scratch))
         order_by_pages(batch, segments);
     for (int64_t i = 0; i < num_works && used >= 0; i++)
         used = list_items(batch, segments, works + i, to, used);
     free(segments);
+    return used;
+}
+
+/* Write the controls of a pass's draws, and list the draws with top-k or top-p. */
+static void put_controls(const int64_t *controls, int64_t count, const ft_pass_fields *to) {
+    int64_t num_cuts = 0;
+    memcpy(to->controls, controls, count * CONTROL_WORDS * sizeof *controls);
+    for (int64_t i = 0; i < to->room; i++) {
+        to->controls[i * CONTROL_WORDS + CONTROL_ROW] = i < count ? i : -1;
+        if (i < count && controls[i * CONTROL_WORDS + CONTROL_KIND] == KIND_CUT)
+            to->cuts[num_cuts++] = (int32_t)i;
+    }
+    for (; num_cuts < to->room; num_cuts++) to->cuts[num_cuts] = -1;
+}
+
+/* Write the inputs of a chained pass, as `ft_fill_pass` does for segments of one row with logits.
+ *
+ * `first_pages` [number of requests + 1]: index in `pages` of each request's first page, and the
+ * number of pages. `tails`: slots of the rows' tails, row after row. `controls`: the controls of
+ * each row's draw. Returns the number of words used, or -1 if the pass does not fit, there is no
+ * memory, or a row has no page. */
+FT_EXPORT int64_t ft_fill_chained(const ft_chained_row *rows, int64_t num_rows,
+                                  const int64_t *first_pages, const int64_t *pages,
+                                  int64_t page_size, const int64_t *tails, const int64_t *controls,
+                                  const ft_pass_work *works, int64_t num_works,
+                                  const ft_pass_fields *to) {
+    if (num_rows > to->room) return -1;
+    int64_t num_pages = 0, num_tails = 0;
+    for (int64_t i = 0; i < num_rows; i++) {
+        num_pages += ft_max(1, ft_ceil_div(rows[i].start + 1 - rows[i].num_tails, page_size));
+        num_tails += rows[i].num_tails;
+    }
+    int64_t *at = malloc((8 * num_rows + num_pages) * sizeof *at);
+    if (at == NULL) return -1;
+    int64_t *token_ids = at, *positions = at + num_rows, *slots = at + 2 * num_rows;
+    int64_t *logit_rows = at + 3 * num_rows, *starts = at + 4 * num_rows, *lens = at + 5 * num_rows;
+    int64_t *page_counts = at + 6 * num_rows, *tail_lens = at + 7 * num_rows;
+    int64_t *own = at + 8 * num_rows, used = 0;
+    for (int64_t i = 0; i < num_rows; i++) {
+        const ft_chained_row *row = rows + i;
+        int64_t first = first_pages[row->request], count;
+        count = ft_max(1, ft_ceil_div(row->start + 1 - row->num_tails, page_size));
+        if (count > first_pages[row->request + 1] - first) {
+            used = -1;
+            break;
+        }
+        memcpy(own, pages + first, count * sizeof *own);
+        own += count;
+        token_ids[i] = row->token_id;
+        positions[i] = row->position;
+        slots[i] = row->slot;
+        logit_rows[i] = i;
+        starts[i] = row->start;
+        lens[i] = 1;
+        page_counts[i] = count;
+        tail_lens[i] = row->num_tails;
+        to->sources[i] = (int32_t)row->source;
+    }
+    ft_ragged batch = {num_rows, num_rows, num_rows, num_pages, num_tails, page_size, token_ids,
+                       positions, slots, logit_rows, starts, lens, page_counts, tail_lens,
+                       at + 8 * num_rows, tails};
+    if (used == 0) used = ft_fill_pass(&batch, works, num_works, to);
+    free(at);
+    if (used < 0) return -1;
+    for (int64_t i = num_rows; i < to->room; i++) to->sources[i] = -1;
+    put_controls(controls, num_rows, to);
     return used;
 }
