@@ -11,9 +11,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from foretoken.api.certify.recorder import load_redact, redacted
+from foretoken.api.certify.records import RecordedRequest
 from foretoken.api.cli.commands import main
+from foretoken.core.errors import InvalidRequest
 from support.server_process import running
 
 CITIES = ["Rome", "Oslo", "Bern", "Lima"]
@@ -338,3 +342,39 @@ def test_sessions_that_are_not_there_are_named(folder: Path, replay: Run, tmp_pa
     assert status == 2
     assert "has 4 sessions" in err
     assert "chat (4 turns)" in err
+
+
+def test_a_redacted_turn_is_generated_but_not_compared(
+    folder: Path, replay: Run, tmp_path: Path
+) -> None:
+    def hide(text: str) -> str:
+        return text.replace("weather?", "secret")
+
+    kept = []
+    for each in of_path(folder, "/v1/messages"):
+        record = msgspec.convert(each, RecordedRequest)
+        kept.append(redacted(record, hide, lambda ids: "weather?" if len(ids) > 100 else "words"))
+    assert [each.tokens or each.prompt for each in kept] == [[], []]
+    assert "weather?" not in str(kept)
+    file = tmp_path / "redacted.jsonl"
+    file.write_bytes(b"".join(msgspec.json.encode(each) + b"\n" for each in kept))
+    status, out, _ = replay(str(file), requests=None)
+    assert status == 0
+    assert "0 of 2 turns equal" in out
+    assert "turn 1 was redacted: the recording has no tokens to verify" in out
+    status, out, _ = replay(
+        str(file), "--sampling", "temperature=0", "--tools", "echo sleet", requests=None
+    )
+    assert status == 0, out
+    assert out.count("nothing recorded to compare with") == 2
+
+
+def test_texts_that_a_redaction_leaves_alone_are_recorded_as_they_are(folder: Path) -> None:
+    record = msgspec.convert(records(folder)[0], RecordedRequest)
+    assert redacted(record, str, lambda ids: "") == record
+
+
+@pytest.mark.parametrize("name", ["none.such:f", "json", "json:none", "json:__name__"])
+def test_a_redaction_that_is_no_function_is_refused(name: str) -> None:
+    with pytest.raises(InvalidRequest, match="--record-redact"):
+        load_redact(name)
