@@ -163,9 +163,10 @@ class Player:
     def _after_words(self, at: int, answered: Answered | None, answer: _Answer) -> int | None:
         """Continue after an answer without calls, with the user's next message."""
         conversation = self._conversation
+        known = answer.recorded_calls if answered is None else answered.calls
+        answer.played.calls = [CallLine("", each.text, "") for each in known]
         if answered is None:
             return None
-        answer.played.calls = [CallLine("", each.text, "") for each in answered.calls]
         if not answered.calls:
             conversation.replace(at, answered, answer.items, ())
             return at + 1
