@@ -82,7 +82,7 @@ def replay(parsed: argparse.Namespace) -> int:
     changes = _changes(parsed)
     tools = _tools(parsed.tools)
     if parsed.html is not None:
-        check_out(Path(parsed.html))
+        check_out(Path(parsed.html), "html")
     is_file = parsed.requests is None and Path(parsed.id).is_file()
     if parsed.requests is None and not is_file:
         message = f"--requests is required: {parsed.id} is not a file"
