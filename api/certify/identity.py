@@ -15,6 +15,7 @@ from ...core.ops.machine.identity import machine_identity
 
 LIBRARIES = ("torch", "transformers", "tokenizers", "llguidance", "numpy", "triton")
 READ_BYTES = 1 << 22
+NUM_SAMPLES, SAMPLE_BYTES = 16, 4096
 
 
 def machine(device: str) -> dict[str, str]:
@@ -40,13 +41,35 @@ def libraries() -> dict[str, str]:
 
 def weight_hashes(path: Path) -> list[dict[str, object]]:
     """Return the name, size in bytes and SHA-256 of the config and of each file of weights."""
-    file = gguf_file(path)
-    files = gguf_parts(file) if file is not None else sorted(path.glob("*.safetensors"))
-    if file is None:
-        files += [each for each in (path / "config.json",) if each.is_file()]
     return [
-        {"file": each.name, "bytes": each.stat().st_size, "sha256": _sha256(each)} for each in files
+        {"file": each.name, "bytes": each.stat().st_size, "sha256": _sha256(each)}
+        for each in _files(path)
     ]
+
+
+def model_mark(path: Path) -> str:
+    """Return a digest that tells models apart without reading all weights.
+
+    It covers the sizes of the files and `NUM_SAMPLES` samples of each. Raises OSError.
+    """
+    digest = hashlib.sha256()
+    for file in _files(path):
+        size = file.stat().st_size
+        digest.update(size.to_bytes(8, "big"))
+        with file.open("rb") as opened:
+            for index in range(NUM_SAMPLES):
+                opened.seek(index * max(0, size - SAMPLE_BYTES) // (NUM_SAMPLES - 1))
+                digest.update(opened.read(SAMPLE_BYTES))
+    return digest.hexdigest()[:16]
+
+
+def _files(path: Path) -> list[Path]:
+    """Return the files of weights and the config of a model."""
+    file = gguf_file(path)
+    if file is not None:
+        return list(gguf_parts(file))
+    config = path / "config.json"
+    return [*sorted(path.glob("*.safetensors")), *([config] if config.is_file() else [])]
 
 
 def _sha256(file: Path) -> str:

@@ -28,13 +28,35 @@ OPTIONS = (
 """Options of the engine that may change a token."""
 
 
+class Asked(Struct, kw_only=True, omit_defaults=True):
+    """The HTTP request that an answer belongs to.
+
+    - ``http``: an id that all answers of one HTTP request share. ``part``: number of the answer
+      among them, in the order in which they began.
+    - ``at``: time at which the request arrived, in seconds since 1970.
+    - ``session``: the session's id, from ``x-session-id`` or ``prompt_cache_key``; "" without one.
+    - ``path`` and ``body``: what the client sent. Only the first answer that was written has the
+      body.
+    """
+
+    http: str
+    part: int = 0
+    at: float = 0.0
+    session: str = ""
+    path: str = ""
+    body: dict[str, Any] | None = None
+
+
 class RecordedRequest(Struct, kw_only=True, omit_defaults=True):
     """One answer: its prompt, parameters and seed, and the tokens that were served.
 
     ``params``: fields of `SamplingParams` that differ from the defaults. ``options``: options of
     `EngineConfig` that may change a token (`OPTIONS`). ``closes``: whether structured output had to
     be complete within ``max_tokens``. ``shown``: special tokens that can match stop strings.
-    ``kernels``: names of the kernels; equal kernels give equal bits.
+    ``kernels``: names of the kernels; equal kernels give equal bits. ``mark``: the model's
+    `identity.model_mark`. ``serving``: settings of the server that change prompts. ``seconds``:
+    duration of the answer. ``redacted``: the answer's text after a redaction, which removes the
+    prompt and the tokens; None without one.
     """
 
     id: str
@@ -51,6 +73,11 @@ class RecordedRequest(Struct, kw_only=True, omit_defaults=True):
     kernels: str = ""
     foretoken: str = ""
     exact: bool = True
+    asked: Asked | None = None
+    mark: str = ""
+    serving: dict[str, Any] = {}
+    seconds: float = 0.0
+    redacted: str | None = None
     v: int = VERSION
 
     @property
@@ -92,6 +119,7 @@ def record_of(request: Request, **about: Any) -> RecordedRequest:  # noqa: ANN40
         seed=sampling.seed,
         tokens=request.tokens[prompt_len:].tolist(),
         closes=getattr(sampling.constraint, "limit", None) is not None,
+        seconds=round(request.usage.total_time, 3),
         shown=sorted(request.shown_ids),
         **about,
     )
@@ -136,8 +164,12 @@ def find_record(request_id: str, place: Path) -> RecordedRequest:
     return found
 
 
+def files_in(place: Path) -> list[Path]:
+    """Return the files of records in a folder, or the file itself."""
+    return sorted(place.glob("*.jsonl")) if place.is_dir() else [place]
+
+
 def _lines(place: Path) -> Iterator[bytes]:
-    files = sorted(place.glob("*.jsonl")) if place.is_dir() else [place]
-    for file in files:
+    for file in files_in(place):
         with file.open("rb") as opened:
             yield from opened

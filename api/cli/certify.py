@@ -1,4 +1,4 @@
-"""``foretoken certify`` and ``foretoken replay``."""
+"""``foretoken certify``."""
 
 from __future__ import annotations
 
@@ -41,17 +41,6 @@ def add_certify_flags(parser: Parser) -> None:
         metavar="PATH",
         help="path of the report without extension: writes PATH.md and PATH.json "
         "(certificate-MODEL)",
-    )
-
-
-def add_replay_flags(parser: Parser) -> None:
-    """Add the arguments of ``foretoken replay``, except the model and settings."""
-    parser.add_argument("id", metavar="ID", help="id of the answer")
-    parser.add_argument(
-        "--requests",
-        required=True,
-        metavar="DIR",
-        help="folder of `foretoken serve --record-requests`, or a file in it",
     )
 
 
@@ -104,35 +93,6 @@ def _write(path: Path, found: Certificate, text: str) -> None:
     if found.first_difference is not None:
         record = msgspec.json.encode(found.first_difference.request) + b"\n"
         path.with_name(f"{path.name}.jsonl").write_bytes(record)
-
-
-def replay(parsed: argparse.Namespace) -> int:
-    """Compute a recorded answer again, print it, and return the exit status.
-
-    The status is 0 if the answers are equal and 1 if they differ. It is 3 if they differ and the
-    model is not exact, or was not exact when the answer was recorded.
-    """
-    model, options = given_options(parsed, KINDS)
-    from ..certify.records import find_record
-    from ..certify.replay import replay as compute
-
-    record = find_record(parsed.id, Path(parsed.requests))
-    found = asyncio.run(compute(record, model, options))
-    print(found.text)
-    if record.kernels != found.kernels:
-        _tell(f"recorded with {record.kernels} kernels, computed with {found.kernels} now")
-    if found.position is None:
-        _tell(f"the same {len(found.tokens)} tokens, finish reason {found.finish_reason}")
-        return 0
-    at = found.position
-    _tell(
-        f"the answers differ from token {at} on: recorded {record.tokens[at : at + 8]}, finish "
-        f"reason {record.finish_reason}; now {found.tokens[at : at + 8]}, {found.finish_reason}"
-    )
-    if record.exact and found.exact:
-        return DIFFERENT
-    _tell("the model is not exact: its tokens may depend on the batch (docs/models.md)")
-    return INEXACT
 
 
 def _tell(line: str) -> None:

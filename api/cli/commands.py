@@ -173,14 +173,14 @@ COMMANDS = (
     ),
     Command(
         "replay",
-        "compute a recorded answer again",
-        "ID [MODEL] --requests DIR [flags]",
-        "certify:replay",
-        "certify:add_replay_flags",
+        "compute a recorded answer or session again, as it was or with changes",
+        "ID [MODEL] [--requests DIR] [flags]",
+        "replay:replay",
+        "replay:add_flags",
         has_model=True,
-        settings="certify:KINDS",
-        epilog="Exit status: 0 for the same tokens, 1 for others, 3 for others of an "
-        "inexact model.",
+        settings="replay:KINDS",
+        epilog="Exit status: 0 for the same tokens, or at the end of a changed session; 1 for "
+        "other tokens, or a call without a result; 3 for other tokens of an inexact model.",
     ),
     Command(
         "verify",

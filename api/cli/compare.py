@@ -124,7 +124,7 @@ def compare(parsed: argparse.Namespace) -> int:
     for each in variants:
         _check(each)
     if parsed.json is not None:
-        check_out(parsed.json, "--json")
+        check_out(parsed.json, "json")
     return asyncio.run(_run(parsed, variants, read_tasks(parsed.tasks, plan.seed), plan))
 
 

@@ -46,7 +46,7 @@ class Parser(argparse.ArgumentParser):
         for place in (each for each in self._actions if not each.option_strings):
             value = getattr(parsed, place.dest)
             if place.nargs == "?" and value is None:
-                setattr(parsed, place.dest, argument)
+                place(self, parsed, argument)
                 return True
             if place.nargs == "*":
                 setattr(parsed, place.dest, [*value, argument])

@@ -8,8 +8,8 @@ from pathlib import Path
 from ...core.errors import InvalidRequest
 
 
-def check_out(path: Path, flag: str = "--out") -> None:
-    """Raise `InvalidRequest` if the file of ``flag`` cannot be written."""
+def check_out(path: Path, flag: str = "out") -> None:
+    """Raise `InvalidRequest` if the file that a flag names cannot be written."""
     folder = path.parent
     if path.is_dir():
         problem = f"{path} is a folder"
@@ -19,4 +19,4 @@ def check_out(path: Path, flag: str = "--out") -> None:
         problem = f"the folder {folder.resolve()} is not writable"
     else:
         return
-    raise InvalidRequest(f"{flag}: {problem}", param=flag.removeprefix("--"))
+    raise InvalidRequest(f"--{flag}: {problem}", param=flag)

@@ -344,6 +344,12 @@ class ObservingOptions:
         "replay (default: not recorded); its files contain the conversations",
         "DIR",
     )
+    record_redact: str | None = setting(
+        None,
+        "function that gets each text of a request and returns the text to record; a record whose "
+        "texts it changes has no token ids",
+        "MODULE:FUNCTION",
+    )
     record_keys: tuple[str, ...] = setting(
         (),
         "API key whose requests are recorded; required with --api-key; repeatable",
@@ -362,6 +368,9 @@ class ObservingOptions:
         if not records and (self.record_keys or self.record_bytes is not None):
             message = "--record-key and --record-bytes need --record-traffic or --record-requests"
             raise InvalidRequest(message, param="record_traffic")
+        if self.record_redact is not None and self.record_requests is None:
+            message = "--record-redact needs --record-requests"
+            raise InvalidRequest(message, param="record_redact")
         if self.trace_steps and not self.tracing and self.otlp_endpoint is None:
             message = "--trace-steps needs --tracing or --otlp-endpoint"
             raise InvalidRequest(message, param="trace_steps")

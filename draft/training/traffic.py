@@ -106,6 +106,10 @@ class Recorder(Generic[T]):
         if is_allowed and request.cache.write and request.extras.adapter is None:
             self._namespaces[request.request_id] = namespace_of(caller, request.namespace)
 
+    def expects(self, request_id: str) -> bool:
+        """Whether a running request will be recorded."""
+        return request_id in self._namespaces
+
     def finish(self, request: Request, delta: Delta) -> None:
         """Queue an ended request for writing.
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import importlib
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from .tracing import Telemetry
 
 R = TypeVar("R", bound="Recorder[Any]")
+PROMPT_SETTINGS = ("tool_parser", "reasoning_parser", "normalize", "token_history")
+"""Settings of the server that change the prompt that a body is rendered to."""
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 
 
@@ -42,11 +45,15 @@ class Observing:
     telemetry: Telemetry | None = None
     recorder: TrafficRecorder | None = None
     request_recorder: RequestRecorder | None = None
+    # settings of the server that change prompts, for the records of requests
+    prompt_settings: Mapping[str, Any] = field(default_factory=dict)
 
     def around(self, app: ASGIApp, service: Service) -> ASGIApp:
         """Return the application wrapped with its observers."""
         self.metrics.is_ready = lambda: service.unready is None
         self.metrics.is_draining = lambda: service.draining
+        if self.request_recorder is not None:
+            app = self.request_recorder.around(app)
         return RequestLog(
             app,
             self.metrics,
@@ -63,8 +70,7 @@ class Observing:
             llm.engine.metrics.observers.append(_Recording(self.recorder))
             self.recorder.name(model, await asyncio.to_thread(llm.tokenizer.fingerprint))
         if self.request_recorder is not None:
-            built = llm.built
-            self.request_recorder.name(str(built.path), built.settings, exact=built.exact)
+            await asyncio.to_thread(_name, self.request_recorder, llm, self.prompt_settings)
             llm.engine.metrics.observers.append(_Recording(self.request_recorder))
         try:
             with self.metrics.lag.measured():
@@ -104,14 +110,33 @@ def make_observing(options: ObservingOptions, listen: Listen) -> Observing:
 
         traffic = _recorder(TrafficRecorder, options.record_traffic, options, has_keys=has_keys)
     if options.record_requests is not None:
-        from ...certify.recorder import RequestRecorder
+        from ...certify.recorder import RequestRecorder, load_redact
 
+        redact = load_redact(options.record_redact) if options.record_redact else None
         requests = _recorder(RequestRecorder, options.record_requests, options, has_keys=has_keys)
+        requests.redact = redact
     return Observing(
         access_log=options.access_log or listen.log_level == "debug",
         telemetry=_telemetry(options),
         recorder=traffic,
         request_recorder=requests,
+        prompt_settings={name: getattr(listen.settings, name) for name in PROMPT_SETTINGS},
+    )
+
+
+def _name(recorder: RequestRecorder, llm: EngineClient, prompts: Mapping[str, Any]) -> None:
+    """Set the facts of all records. Reads samples of the weights."""
+    built, config = llm.built, llm.config
+    template = {
+        "chat_template": config.chat_template,
+        "default_chat_template_kwargs": config.default_chat_template_kwargs,
+    }
+    recorder.name(
+        built.path,
+        built.settings,
+        exact=built.exact,
+        serving={**prompts, **{name: value for name, value in template.items() if value}},
+        decode=partial(llm.tokenizer.decode, skip_special_tokens=False),
     )
 
 
