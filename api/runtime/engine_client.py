@@ -378,9 +378,9 @@ class EngineClient:
                 adapter=answer.adapter,
                 needs_closing=needs_closing,
                 pooling=pooling,
-            )
-            prepared = dataclasses.replace(
-                prepared, cache=cache, shown_ids=shown_ids, handover=handover
+                shown_ids=shown_ids,
+                cache=cache,
+                handover=handover,
             )
             self._submit_choices(answer, prepared, since)
             if pooling is None:
@@ -583,30 +583,32 @@ class EngineClient:
         param: str = "prompt",
         needs_closing: bool = False,
         pooling: Pooling | None = None,
+        **own: Any,  # noqa: ANN401 - fields of `Prepared`
     ) -> Prepared:
         """Tokenize the prompt and compile the grammar.
 
-        ``param``: the name of the prompt's field, for errors.
+        ``param``: the name of the prompt's field, for errors. ``own``: other fields of `Prepared`.
         """
-        own = self.tokenizer
+        tokenizer = self.tokenizer
         generates = pooling is None and not params.prompt_only
         if isinstance(prompt, str):
-            prompt = await own.encode(prompt, param=param, generates=generates)
+            prompt = await tokenizer.encode(prompt, param=param, generates=generates)
         else:
             given = prompt.token_ids if isinstance(prompt, PromptTokens) else prompt
-            own.check_ids(given, self.built.vocab_size, param, generates=generates)
+            tokenizer.check_ids(given, self.built.vocab_size, param, generates=generates)
         tokens = prompt if isinstance(prompt, PromptTokens) else PromptTokens(prompt)
-        await own.prepare_stops(params.stop)
+        await tokenizer.prepare_stops(params.stop)
         room = self.built.max_model_len - len(tokens.token_ids)
         return Prepared(
             prompt=tokens,
             params=params,
-            bad_words_ids=await bad_words_ids(own, params),
-            prediction=await prediction_ids(own, params),
+            bad_words_ids=await bad_words_ids(tokenizer, params),
+            prediction=await prediction_ids(tokenizer, params),
             grammar=None if self._grammars is None else await self._grammars.compile(params),
             limit=closing_limit(params, room, is_forced=needs_closing),
             pooling=pooling,
             adapter=adapter,
+            **own,
         )
 
     def _submit_choices(
@@ -622,7 +624,9 @@ class EngineClient:
             limits = (prepared.params.deadline, self.max_request_seconds)
             left = seconds_left(since or arrival(), *limits)
             for params, seed in children(prepared.params):
-                self._add_choice(answer, dataclasses.replace(prepared, params=params), seed, left)
+                if params is not prepared.params:
+                    prepared = dataclasses.replace(prepared, params=params)
+                self._add_choice(answer, prepared, seed, left)
         except BaseException:
             answer.close()
             answer.generations.clear()

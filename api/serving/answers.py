@@ -133,16 +133,18 @@ class AnswerReply(Reply, Generic[A]):
 
     async def whole(self) -> object:
         """Read the whole answer and return it as one body."""
-        async with aclosing(self._deltas()) as deltas:
+        async with aclosing(self._answer.deltas()) as deltas:
             async for delta in deltas:
+                self._refuse_aborted(delta)
                 self._writer.take(delta)
         return self._writer.whole(self._answer)
 
     async def events(self) -> AsyncGenerator[bytes]:
         """Yield the events of the answer as it is generated, beginning with its first step."""
         writer, has_begun = self._writer, False
-        async with aclosing(self._deltas()) as deltas:
+        async with aclosing(self._answer.deltas()) as deltas:
             async for delta in deltas:
+                self._refuse_aborted(delta)
                 first = () if has_begun else writer.begin(self._answer)
                 has_begun = True
                 if data := b"".join([*first, *writer.write(delta)]):
@@ -154,10 +156,7 @@ class AnswerReply(Reply, Generic[A]):
         """Abort the choices that still run."""
         self._answer.close()
 
-    async def _deltas(self) -> AsyncGenerator[TextDelta]:
-        async with aclosing(self._answer.deltas()) as deltas:
-            async for delta in deltas:
-                if delta.finish_reason is not None:
-                    num_tokens = self._answer.num_tokens(delta.index)
-                    refuse_aborted(self._service, delta.finish_reason, num_tokens)
-                yield delta
+    def _refuse_aborted(self, delta: TextDelta) -> None:
+        if delta.finish_reason is not None:
+            num_tokens = self._answer.num_tokens(delta.index)
+            refuse_aborted(self._service, delta.finish_reason, num_tokens)
