@@ -63,7 +63,7 @@ from .preprocess import (
     warm_params,
 )
 from .serving_engine import ServingEngine
-from .sessions import in_session
+from .sessions import end_refused, in_session
 
 # maximum number of comparisons that wait for the thread; further misses are not counted by cause
 MAX_COMPARISONS = 8
@@ -386,10 +386,11 @@ class EngineClient:
             if pooling is None:
                 first = answer.generations[0].request
                 self.prompts.record(answer.request_id, first, note, self.engine.now)
-        except BaseException:
+        except BaseException as error:
             if transfers is not None and handover.offer is not None:
                 transfers.end(handover.offer)  # lets the peer free the pages
             self.forget(answer)
+            await end_refused(self.engine, cache, error)
             raise
         return answer
 
