@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 from starlette.types import Scope
 
 from ..serving.dialect import Api, Dialect
 from ..serving.serving_context import Service
-from ..types.request_context import header
 from .anthropic.api import ANTHROPIC
 from .gemini.api import GEMINI
 from .ollama.api import OLLAMA
@@ -25,6 +25,7 @@ def open_dialects(service: Service, apis: Sequence[Api] = APIS) -> dict[str, Dia
     return {kind.path: kind(service) for api in apis for kind in api.dialects}
 
 
+@lru_cache(maxsize=128)
 def api_of_path(path: str) -> Api:
     """Return the API that a path belongs to: the longest matching prefix, else OpenAI's."""
     found = [api for api in APIS if api.has(path)]
@@ -36,8 +37,11 @@ def api_of(scope: Scope) -> Api:
     found = api_of_path(scope["path"])
     if found is not OPENAI:
         return found
-    named = (api for api in APIS if api.header is not None and header(scope, api.header))
-    return next(named, OPENAI)
+    given = {name for name, value in scope["headers"] if value}
+    for api in APIS:
+        if api.header in given:
+            return api
+    return OPENAI
 
 
 def with_route_prefix(scope: Scope) -> Scope:

@@ -359,7 +359,7 @@ class ChatClient:
                 request_id=request_id,
                 shown_ids=shown,
                 cache=chat.cache,
-                note=await self._note(chat),
+                note=await self._note(chat, prompt),
                 needs_closing=_needs_closing(chat),
                 transfer=transfer,
             )
@@ -428,6 +428,8 @@ class ChatClient:
             write = partial(self._writer.write, seen=seen, shield=shield)
             prompt = await self._renderer.render(chat, write, shield)
             placed = seen.placed(prompt.token_ids, chat.params.cache_salt)
+            if not names and not placed:
+                return prompt
             return dataclasses.replace(prompt, normalized=names, images=placed)
         except InvalidRequest as error:
             if error.param == "prompt":
@@ -438,11 +440,17 @@ class ChatClient:
         """Return the normalized conversation, and the names of the rules that changed it."""
         return (chat, ()) if self._normalizer is None else self._normalizer.apply(chat)
 
-    async def _note(self, chat: ChatInput) -> PromptNote:
-        """Return the record of a prompt's parts. A long conversation is processed in a thread."""
-        size = MESSAGE_BYTES * len(chat.messages)
-        marks = self.syntax.thought_marks
-        return await self._llm.tokenizer.apart(size, lambda: self.normalized(chat)[0].note(marks))
+    async def _note(self, chat: ChatInput, prompt: PromptTokens) -> PromptNote:
+        """Return the record of the parts of a rendered ``prompt``.
+
+        A long conversation is processed in a thread.
+        """
+
+        def note() -> PromptNote:
+            shown = self.normalized(chat)[0] if prompt.normalized else chat
+            return shown.note(self.syntax.thought_marks)
+
+        return await self._llm.tokenizer.apart(MESSAGE_BYTES * len(chat.messages), note)
 
     def _check_tools(self, chat: ChatInput) -> None:
         check_tools(chat.tools, chat.tool_choice)
@@ -492,7 +500,7 @@ class ChatClient:
                 warm_params(chat.params),
                 request_id=request_id,
                 cache=chat.cache,
-                note=await self._note(chat),
+                note=await self._note(chat, prompt),
             )
         except InvalidRequest as error:
             _name_field(error, chat)

@@ -63,7 +63,7 @@ from .preprocess import (
     warm_params,
 )
 from .serving_engine import ServingEngine
-from .sessions import in_session
+from .sessions import end_refused, in_session
 
 # maximum number of comparisons that wait for the thread; further misses are not counted by cause
 MAX_COMPARISONS = 8
@@ -378,18 +378,19 @@ class EngineClient:
                 adapter=answer.adapter,
                 needs_closing=needs_closing,
                 pooling=pooling,
-            )
-            prepared = dataclasses.replace(
-                prepared, cache=cache, shown_ids=shown_ids, handover=handover
+                shown_ids=shown_ids,
+                cache=cache,
+                handover=handover,
             )
             self._submit_choices(answer, prepared, since)
             if pooling is None:
                 first = answer.generations[0].request
                 self.prompts.record(answer.request_id, first, note, self.engine.now)
-        except BaseException:
+        except BaseException as error:
             if transfers is not None and handover.offer is not None:
                 transfers.end(handover.offer)  # lets the peer free the pages
             self.forget(answer)
+            await end_refused(self.engine, cache, error)
             raise
         return answer
 
@@ -583,30 +584,32 @@ class EngineClient:
         param: str = "prompt",
         needs_closing: bool = False,
         pooling: Pooling | None = None,
+        **own: Any,  # noqa: ANN401 - fields of `Prepared`
     ) -> Prepared:
         """Tokenize the prompt and compile the grammar.
 
-        ``param``: the name of the prompt's field, for errors.
+        ``param``: the name of the prompt's field, for errors. ``own``: other fields of `Prepared`.
         """
-        own = self.tokenizer
+        tokenizer = self.tokenizer
         generates = pooling is None and not params.prompt_only
         if isinstance(prompt, str):
-            prompt = await own.encode(prompt, param=param, generates=generates)
+            prompt = await tokenizer.encode(prompt, param=param, generates=generates)
         else:
             given = prompt.token_ids if isinstance(prompt, PromptTokens) else prompt
-            own.check_ids(given, self.built.vocab_size, param, generates=generates)
+            tokenizer.check_ids(given, self.built.vocab_size, param, generates=generates)
         tokens = prompt if isinstance(prompt, PromptTokens) else PromptTokens(prompt)
-        await own.prepare_stops(params.stop)
+        await tokenizer.prepare_stops(params.stop)
         room = self.built.max_model_len - len(tokens.token_ids)
         return Prepared(
             prompt=tokens,
             params=params,
-            bad_words_ids=await bad_words_ids(own, params),
-            prediction=await prediction_ids(own, params),
+            bad_words_ids=await bad_words_ids(tokenizer, params),
+            prediction=await prediction_ids(tokenizer, params),
             grammar=None if self._grammars is None else await self._grammars.compile(params),
             limit=closing_limit(params, room, is_forced=needs_closing),
             pooling=pooling,
             adapter=adapter,
+            **own,
         )
 
     def _submit_choices(
@@ -622,7 +625,9 @@ class EngineClient:
             limits = (prepared.params.deadline, self.max_request_seconds)
             left = seconds_left(since or arrival(), *limits)
             for params, seed in children(prepared.params):
-                self._add_choice(answer, dataclasses.replace(prepared, params=params), seed, left)
+                if params is not prepared.params:
+                    prepared = dataclasses.replace(prepared, params=params)
+                self._add_choice(answer, prepared, seed, left)
         except BaseException:
             answer.close()
             answer.generations.clear()

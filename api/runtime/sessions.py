@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from ...core.errors import InvalidRequest
+from ...core.errors import DeadlineExceeded, InvalidRequest, QueueFull, Unavailable
 from ...core.interface.request import CacheOptions, Request
 from ..types.request_context import CONTEXT, caller_key, header
 from ..types.results import Choice
@@ -12,6 +12,7 @@ from .serving_engine import ServingEngine
 
 ENDS = ("x-session-close", "x-dynamo-session-final")
 """Headers of a session's last request, with "true"; the second one is Dynamo's."""
+LOAD_ERRORS = (QueueFull, DeadlineExceeded, Unavailable)
 SWITCH = {"true": True, "1": True, "false": False, "0": False}
 
 
@@ -21,6 +22,16 @@ def in_session(cache: CacheOptions, session: str) -> CacheOptions:
     Raises `InvalidRequest`, which names the header, for a header of `ENDS` that is not a Boolean.
     """
     return replace(cache, session=session, ends_session=any(map(_is_on, ENDS)))
+
+
+async def end_refused(engine: ServingEngine, cache: CacheOptions, error: BaseException) -> None:
+    """End the session of a last request that was refused because of the server's load.
+
+    The client does not know when there will be room, and may not ask again. An invalid request ends
+    no session: its caller has to correct it and send it again.
+    """
+    if cache.session is not None and cache.ends_session and isinstance(error, LOAD_ERRORS):
+        await engine.end_session(cache.session)
 
 
 def _is_on(name: str) -> bool:

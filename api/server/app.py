@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 
@@ -83,8 +83,9 @@ def create_app(
     # A redirect would be built from the Host header, which a client can forge.
     app.router.redirect_slashes = False
 
-    async def at_its_path(scope: Scope, receive: Receive, send: Send) -> None:
-        await app(with_route_prefix(scope) if scope["type"] == "http" else scope, receive, send)
+    # Not a coroutine itself: it would be resumed and suspended with each event of a stream.
+    def at_its_path(scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+        return app(with_route_prefix(scope) if scope["type"] == "http" else scope, receive, send)
 
     guarded = AuthMiddleware(at_its_path, settings, OPERATOR_PATHS)
     outermost = _with_cors(guarded, settings.cors_origins) if settings.cors_origins else guarded

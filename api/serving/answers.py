@@ -7,12 +7,13 @@ from contextlib import aclosing
 from typing import Any, Generic, Protocol, TypeVar
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from ...core.interface.request import Request, Usage
 from ..runtime.conversation.chat_input import ChatInput
 from ..runtime.preprocess import PromptTokens
 from ..types.results import Completion, TextDelta
-from .errors import deadline_exceeded, unavailable
+from .errors import ApiError, deadline_exceeded, unavailable
 from .serving_context import SHUTTING_DOWN, Service
 from .sse import Reply
 
@@ -63,13 +64,20 @@ def warm_usage(service: Service, done: Completion) -> Usage:
 
 
 def refuse_aborted(service: Service, reason: str, num_tokens: int) -> None:
-    """Raise `ApiError` if an answer was aborted by a shutdown or before its first token."""
+    """Raise the error of `abort_error`, if there is one."""
+    if (error := abort_error(service, reason, num_tokens)) is not None:
+        raise error
+
+
+def abort_error(service: Service, reason: str, num_tokens: int) -> ApiError | None:
+    """Return the error of an answer aborted by a shutdown or before its first token, else None."""
     if reason != "abort":
-        return
+        return None
     if service.draining:
-        raise unavailable(SHUTTING_DOWN)
+        return unavailable(SHUTTING_DOWN)
     if num_tokens == 0:
-        raise deadline_exceeded("the request's deadline passed before its first token")
+        return deadline_exceeded("the request's deadline passed before its first token")
+    return None
 
 
 class RunningAnswer(Protocol):
@@ -133,20 +141,30 @@ class AnswerReply(Reply, Generic[A]):
 
     async def whole(self) -> object:
         """Read the whole answer and return it as one body."""
-        async with aclosing(self._deltas()) as deltas:
+        async with aclosing(self._answer.deltas()) as deltas:
             async for delta in deltas:
+                if (refusal := self._refusal(delta)) is not None:
+                    raise refusal
                 self._writer.take(delta)
         return self._writer.whole(self._answer)
 
     async def events(self) -> AsyncGenerator[bytes]:
         """Yield the events of the answer as it is generated, beginning with its first step."""
         writer, has_begun = self._writer, False
-        async with aclosing(self._deltas()) as deltas:
+        async with aclosing(self._answer.deltas()) as deltas:
             async for delta in deltas:
+                refusal = self._refusal(delta)
+                if refusal is not None:
+                    if not (delta.text or delta.reasoning or delta.tool_calls):
+                        raise refusal
+                    # Text that was held back, because it might have become a call.
+                    delta = replace(delta, finish_reason=None, stop_reason=None)
                 first = () if has_begun else writer.begin(self._answer)
                 has_begun = True
                 if data := b"".join([*first, *writer.write(delta)]):
                     yield data
+                if refusal is not None:
+                    raise refusal
         if data := b"".join(writer.end(self._answer)):
             yield data
 
@@ -154,10 +172,8 @@ class AnswerReply(Reply, Generic[A]):
         """Abort the choices that still run."""
         self._answer.close()
 
-    async def _deltas(self) -> AsyncGenerator[TextDelta]:
-        async with aclosing(self._answer.deltas()) as deltas:
-            async for delta in deltas:
-                if delta.finish_reason is not None:
-                    num_tokens = self._answer.num_tokens(delta.index)
-                    refuse_aborted(self._service, delta.finish_reason, num_tokens)
-                yield delta
+    def _refusal(self, delta: TextDelta) -> ApiError | None:
+        reason = delta.finish_reason
+        if reason is None:
+            return None
+        return abort_error(self._service, reason, self._answer.num_tokens(delta.index))

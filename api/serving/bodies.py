@@ -36,7 +36,8 @@ async def chunks(request: Request, limits: Limits, name: str) -> AsyncGenerator[
 
 def content_coding(request: Request) -> str:
     """Return the Content-Encoding of a request's body, "" without one."""
-    return ",".join(request.headers.getlist("content-encoding"))
+    given = [each for name, each in request.scope["headers"] if name == b"content-encoding"]
+    return b",".join(given).decode("latin-1")
 
 
 class BodyReader:

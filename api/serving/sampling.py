@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
@@ -162,6 +163,7 @@ SAME_NAME = (
     "frequency_penalty", "logit_bias", "speculation", "cache_salt", "priority", "regex", "grammar",
     "choice", "json_schema", "close_early", "kv_budget",
 )  # fmt: skip
+_read_same = attrgetter(*SAME_NAME)
 
 
 def sampling_params(
@@ -175,7 +177,7 @@ def sampling_params(
     ``guess``: the body's prediction. ``own``: parameters that the API names or encodes differently.
     They take precedence; None means that the field was left out.
     """
-    given = {name: getattr(body, name) for name in SAME_NAME}
+    given = dict(zip(SAME_NAME, _read_same(body), strict=True))
     hints = None if body.nvext is None else body.nvext.agent_hints
     if hints is not None and hints.priority is not None and body.priority is None:
         # Lower numbers are more urgent in `SamplingParams`.

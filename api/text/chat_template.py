@@ -206,7 +206,7 @@ def _plain(value: Any) -> Any:  # noqa: ANN401 - values of JSON
     """
     if value is None or type(value) in (str, int, float, bool):
         return value
-    if isinstance(value, Mapping):
+    if isinstance(value, (dict, Mapping)):  # `isinstance` with an abstract class is slow
         return {str(name): _plain(each) for name, each in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(each) for each in value]

@@ -37,7 +37,9 @@ class Marks:
         """
         if self._pattern.search(text) is not None:
             return True
-        return self._may_have_edges(text) and any(self._edges(text))
+        if text[-MIN_EDGE:] in self._tail_ends or text[:MIN_EDGE] in self._head_starts:
+            return any(self._edges(text))
+        return False
 
     def found(self, text: str) -> list[str]:
         """Return the marks in a text, in order."""
@@ -61,9 +63,6 @@ class Marks:
     def _inside(self, text: str) -> list[int]:
         """Return for each mark a position inside it."""
         return [found.start() + 1 for found in self._starts.finditer(text)]
-
-    def _may_have_edges(self, text: str) -> bool:
-        return text[-MIN_EDGE:] in self._tail_ends or text[:MIN_EDGE] in self._head_starts
 
     def _edges(self, text: str) -> Iterator[int]:
         """Yield positions inside the parts of marks at the start or end of the text."""

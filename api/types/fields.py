@@ -5,8 +5,9 @@ Decoding applies them, and /openapi.json describes them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
+from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar, get_args, get_type_hints
 
 import msgspec
@@ -52,11 +53,17 @@ class SameAs:
 
 
 class Marks(NamedTuple):
-    """The marked fields of a struct. ``inner``: fields that hold structs with marked fields."""
+    """The marked fields of a struct.
+
+    ``inner``: the fields that hold structs with marked fields, and their JSON names. ``read``
+    returns the values of ``refused`` and ``same`` of a body, which are ``absent`` if it has none.
+    """
 
     refused: tuple[tuple[str, Refused], ...]
     same: tuple[tuple[str, SameAs], ...]
-    inner: tuple[str, ...]
+    inner: tuple[tuple[str, str], ...]
+    read: Callable[[Struct], object]
+    absent: tuple[None, ...] | None
 
 
 @cache
@@ -64,9 +71,19 @@ def marks_of(struct: type[Struct]) -> Marks:
     """Return the marked fields of a struct, and the fields that hold structs with marked fields."""
     hints = _hints(struct)
     inner = [
-        name for name, hint in hints.items() if any(_has_marks(each) for each in structs_in(hint))
+        (name, written_name(struct, name))
+        for name, hint in hints.items()
+        if any(_has_marks(each) for each in structs_in(hint))
     ]
-    return Marks(tuple(_marked(hints, Refused)), tuple(_marked(hints, SameAs)), tuple(inner))
+    refused, same = tuple(_marked(hints, Refused)), tuple(_marked(hints, SameAs))
+    names = [name for name, _ in (*refused, *same)]
+    # `attrgetter` returns no tuple for a single name.
+    absent = (None,) * len(names) if len(names) > 1 else None
+    return Marks(refused, same, tuple(inner), attrgetter(*names) if names else _none, absent)
+
+
+def _none(_body: Struct) -> None:
+    return None
 
 
 def written_name(struct: type[Struct], name: str) -> str:
@@ -107,6 +124,20 @@ def settle(body: Struct, path: str = "") -> None:
     alias with different values.
     """
     marks = marks_of(type(body))
+    # Most bodies have none of the fields, and one comparison is faster than a loop.
+    if marks.read(body) != marks.absent:
+        _settle(body, path, marks)
+    for name, written in marks.inner:
+        inner = getattr(body, name)
+        if isinstance(inner, Struct):
+            settle(inner, f"{path}{written}.")
+        elif isinstance(inner, list):
+            for index, each in enumerate(inner):
+                if isinstance(each, Struct):
+                    settle(each, f"{path}{written}[{index}].")
+
+
+def _settle(body: Struct, path: str, marks: Marks) -> None:
     for name, refused in marks.refused:
         value = getattr(body, name)
         if value is not None and not refused.accepts(value, body):
@@ -120,14 +151,6 @@ def settle(body: Struct, path: str = "") -> None:
             message = f"{path}{name} is an alias of {path}{other.name}: send only one of them"
             raise InvalidRequest(message, param=f"{path}{name}")
         setattr(body, other.name, value)
-    for name in marks.inner:
-        inner, place = getattr(body, name), f"{path}{written_name(type(body), name)}"
-        if isinstance(inner, Struct):
-            settle(inner, f"{place}.")
-        elif isinstance(inner, list):
-            for index, each in enumerate(inner):
-                if isinstance(each, Struct):
-                    settle(each, f"{place}[{index}].")
 
 
 def name_as_given(error: InvalidRequest, body: object) -> None:

@@ -266,8 +266,9 @@ class SamplingDefaults(
         """Return the parameters with these values for the fields that were left out."""
         found = {
             name: value
-            for name, value in self.given.items()
-            if isinstance(getattr(params, name), LeftOut)
+            for name in RECOMMENDED
+            if (value := getattr(self, name)) is not None
+            and isinstance(getattr(params, name), LeftOut)
         }
         return replace(params, **found) if found else params
 

@@ -43,6 +43,13 @@ class Shares(Generic[K]):
         if not self._by_owner[owner]:
             del self._by_owner[owner], self._bytes[owner]
 
+    def grow(self, key: K, num_bytes: int) -> None:
+        """Add bytes to an entry, and make it the youngest. Raises KeyError if it is missing."""
+        owner, size = self._entries[key]
+        self._entries[key] = (owner, size + num_bytes)
+        self._count(owner, num_bytes)
+        self.touch(key)
+
     def touch(self, key: K) -> None:
         """Make an entry the youngest."""
         self._entries.move_to_end(key)

@@ -77,7 +77,7 @@ def serve(options: argparse.Namespace) -> None:
     sock = socket.socket(fileno=options.fd)
     work: Coroutine[Any, Any, None]
     if options.serve == "ours":
-        work = serve_ours(sock, NUM_STREAMS)
+        work = serve_ours(sock, options.streams or NUM_STREAMS)
     else:
         chat, text, chunk = options.bytes.read_bytes().split(b"\0")
         work = serve_bare(sock, NUM_STREAMS, {CHAT: chat, TEXT: text}, chunk)
@@ -260,7 +260,7 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--seconds", type=float, default=2.0, help="seconds of one round of requests (2)"
     )
-    for name, kind in (("--serve", str), ("--fd", int), ("--bytes", Path)):
+    for name, kind in (("--serve", str), ("--fd", int), ("--bytes", Path), ("--streams", int)):
         parser.add_argument(name, type=kind, help=argparse.SUPPRESS)
     return parser.parse_args(argv)
 

@@ -81,7 +81,7 @@ def fronted(model: str, route: str, make: Sequence[Callable[[str], list[str]]]) 
     try:
         with own_server([model, *front, "--log-level", "warning"]) as url:
             asyncio.run(until_ready(url))
-            yield Place(url, _listener(url), replicas)
+            yield Place(url, listener(url), replicas)
     finally:
         for process in replicas:
             process.send_signal(signal.SIGTERM)
@@ -121,7 +121,7 @@ async def until_ready(url: str) -> None:
     http.close()
 
 
-def _listener(url: str) -> int:
+def listener(url: str) -> int:
     """Return the child process that listens on the port of an address."""
     port = int(url.rpartition(":")[2])
     inodes = {
@@ -301,6 +301,7 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--seed", type=int, default=0)
     add("--out", type=Path, default=RESULTS / "replicas.json")
     add("--null-replica", metavar="ADDRESS", help=argparse.SUPPRESS)
+    add("--streams", type=positive, help=argparse.SUPPRESS)
     return parser.parse_args(argv)
 
 
@@ -308,7 +309,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print the tables, and write the JSON after each part."""
     args = parsed(argv)
     if args.null_replica:
-        serve_null(args.null_replica)
+        serve_null(args.null_replica, args.streams)
         return
     report = heading()
     print(*(f"{key}: {value}" for key, value in report.items()), sep="\n")
@@ -326,7 +327,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         write_json(args.out, report)
 
 
-def serve_null(address: str) -> None:
+def serve_null(address: str, num_streams: int | None) -> None:
     """Run as a replica without a model."""
     import uvloop
 
@@ -334,7 +335,7 @@ def serve_null(address: str) -> None:
     from .null_engine import serve_replica
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(serve_replica(address, NUM_STREAMS))
+        runner.run(serve_replica(address, num_streams or NUM_STREAMS))
 
 
 if __name__ == "__main__":

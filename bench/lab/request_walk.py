@@ -3,7 +3,8 @@
 A request to the built-in model runs through a real engine. All calls into radix_cache/, core/ and
 draft/ are counted from `Engine.submit` until the engine is idle, separately for the event loop's
 thread, the model thread, and the audit that an idle engine begins. The lengths of all functions in
-the packages are printed, too.
+the packages are printed, too. The same is counted in api/ for a plain chat over HTTP, with a null
+engine in place of the real one.
 
     python -m foretoken.bench.lab.request_walk
 """
@@ -12,24 +13,36 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import socket
 import statistics
 import sys
 import threading
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from pathlib import Path
 from types import FrameType
 
+import uvicorn
+
 from ...api.build.engine_builder import build
+from ...api.runtime.engine_client import EngineClient
+from ...api.server.process import uvicorn_config
+from ...api.serving.settings import Listen
 from ...core.config import EngineConfig
 from ...core.engine.audit import Auditor
 from ...core.interface.request import Request
 from ...core.interface.sampling import SamplingMetadata, TokenSamplingParams
+from ..load.http import Http
+from .http import CHAT, requests
+from .null_engine import Clock, null_model
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("radix_cache", "core", "draft")
 MODULES = tuple(f"foretoken.{package}." for package in PACKAGES)
+HTTP_MODULES = ("foretoken.api.",)
+NUM_UNCOUNTED = 2  # Chats before the counted one: they compile templates and fill caches.
 PROMPT = array("q", range(40, 80))
 IDLE_AUDIT = Auditor.audit_while_idle.__code__
 NUM_TOKENS = 24
@@ -55,10 +68,10 @@ class Calls:
         names = ((module, name.split(".<locals>")[0]) for module, name in self.functions)
         return {(module, name.rpartition(".")[0]) for module, name in names if "." in name}
 
-    def count(self, frame: FrameType) -> None:
+    def count(self, frame: FrameType, modules: tuple[str, ...] = MODULES) -> None:
         """Count a call into one of the packages."""
         module, name = str(frame.f_globals.get("__name__")), frame.f_code.co_qualname
-        if module.startswith(MODULES) and name != "<module>":
+        if module.startswith(modules) and name != "<module>":
             self.modules.add(module)
             self.functions.add((module, name))
             self.num_calls += 1
@@ -126,6 +139,39 @@ async def _walk(config: EngineConfig) -> Walk:
     return found
 
 
+def http_walk() -> Calls:
+    """Answer a plain chat over HTTP and record every call into api/, in the only thread."""
+    return asyncio.run(_http_walk())
+
+
+async def _http_walk() -> Calls:
+    llm = EngineClient.from_built(null_model(Clock(1))[0])
+    await llm.start()
+    server = uvicorn.Server(uvicorn_config(llm, Listen(log_level="warning")))
+    found, body = Calls(), requests()[CHAT]
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        serving = asyncio.create_task(server.serve([sock]))
+        http = Http(f"http://127.0.0.1:{sock.getsockname()[1]}")
+        for _ in range(NUM_UNCOUNTED):
+            await http.post_whole(CHAT, body)
+        sys.setprofile(lambda frame, event, _: _count_http(found, frame, event))
+        try:
+            status, answer = await http.post_whole(CHAT, body)
+        finally:
+            sys.setprofile(None)
+        http.close()
+        server.should_exit = True
+        await serving
+    if status != HTTPStatus.OK:
+        raise RuntimeError(f"the server rejected the chat: {status} {answer!r}")
+    return found
+
+
+def _count_http(found: Calls, frame: FrameType, event: str) -> None:
+    if event == "call":
+        found.count(frame, HTTP_MODULES)
+
+
 def function_lengths(package: str, root: Path = ROOT) -> list[int]:
     """Return the lines of each function of a package, with signature and docstring, sorted."""
     return sorted(
@@ -148,6 +194,7 @@ def main() -> None:
         print(f"{name}, both threads: {found.loop | found.model}")
         print(f"  event loop: {found.loop}\n  model thread: {found.model}")
         print(f"  audit of the idle engine afterwards: {found.audit}")
+    print(f"a plain chat over HTTP, in api/: {http_walk()}")
     for package in PACKAGES:
         lengths = function_lengths(package)
         p90 = lengths[len(lengths) * 9 // 10]

@@ -56,44 +56,47 @@ class StepAccounts:
 
     def _account(self, row: CommittedRow) -> None:
         request, out, delta = row.request, row.out, row.delta
-        if num_drafted := len(out.draft.token_ids):  # each draft token cost a row, accepted or not
+        num_drafted, num_tokens = len(out.draft.token_ids), len(delta.token_ids)
+        if num_drafted:  # each draft token cost a row, accepted or not
             self._charge(request.tenant, num_drafted)
-        if delta.token_ids:
-            _count(row)
+        if num_tokens:
+            _count(row, num_drafted, num_tokens)
             if not row.is_plain:
-                self._speculator.observe(request, row.scheduled, out, len(delta.token_ids))
+                self._speculator.observe(request, row.scheduled, out, num_tokens)
 
 
-def _count(row: CommittedRow) -> None:
+def _count(row: CommittedRow, num_drafted: int, num_tokens: int) -> None:
     """Count the tokens of a row in the usage of its request and in its delta."""
     usage, out, delta = row.request.usage, row.out, row.delta
-    draft, num_tokens = out.draft, len(delta.token_ids)
+    draft = out.draft
     if usage.completion_tokens == 0:
         usage.time_to_first_token = row.now - row.request.arrival_time
     usage.completion_tokens += num_tokens
     usage.verify_steps += 1
-    if not draft.token_ids:
+    if not num_drafted:
         usage.steps_by_accepted[0] = usage.steps_by_accepted.get(0, 0) + 1
         delta.token_sources = [""] * num_tokens
         return
     names = set(draft.sources)
-    if len(names) == 1:  # the most frequent case, in which tokens need not be looked up
-        accepted = [*names] * min(len(out.path), num_tokens)
+    is_single = len(names) == 1
+    if is_single:  # the most frequent case, in which tokens need not be looked up
+        served = min(len(out.path), num_tokens)
+        accepted = [*names] * served
     else:
         accepted = [draft.sources[node] for node in out.path[:num_tokens]]
-    served = len(accepted)
+        served = len(accepted)
     usage.steps_by_accepted[served] = usage.steps_by_accepted.get(served, 0) + 1
-    usage.proposed_tokens += len(draft.token_ids)
+    usage.proposed_tokens += num_drafted
     usage.accepted_tokens += served
     usage.draft_steps += 1
     usage.tree_steps += bool(draft.parents) and not draft.is_chain
     delta.token_sources = [*accepted, *[""] * (num_tokens - served)]
-    delta.num_proposed = len(draft.token_ids)
-    delta.proposed_sources = list(draft.sources)
+    delta.num_proposed = num_drafted
+    delta.proposed_sources = [*draft.sources]
     delta.accepted_sources = accepted
     proposed_by_source, accepted_by_source = usage.proposed_by_source, usage.accepted_by_source
     for name in names:
-        num_proposed = delta.proposed_sources.count(name)
+        num_proposed = num_drafted if is_single else delta.proposed_sources.count(name)
         proposed_by_source[name] = proposed_by_source.get(name, 0) + num_proposed
-        if num_accepted := accepted.count(name):
+        if num_accepted := served if is_single else accepted.count(name):
             accepted_by_source[name] = accepted_by_source.get(name, 0) + num_accepted

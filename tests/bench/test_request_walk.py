@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,13 +27,24 @@ threads = found.loop, found.model
 print(json.dumps([[sorted(each.modules), sorted(each.functions)] for each in threads]))
 """
 
+HTTP_CODE = """
+import json
+from foretoken.bench.lab import request_walk
+found = request_walk.http_walk()
+print(json.dumps([sorted(found.modules), sorted(found.functions), found.num_calls]))
+"""
+
+
+def printed(code: str, *args: str) -> Any:
+    """Run code in a process of its own: a profiler sees what other tests have left in this one."""
+    command = [sys.executable, "-c", code, *args]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
+    return json.loads(done.stdout)
+
 
 @functools.cache
 def walked(config: str) -> Walk:
-    """In a process of its own: a profiler sees what other tests have left in this one, too."""
-    command = [sys.executable, "-c", CODE, config]
-    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
-    threads = json.loads(done.stdout)
+    threads = printed(CODE, config)
     return Walk(*(Calls(set(modules), set(map(tuple, names))) for modules, names in threads))
 
 
@@ -79,6 +91,16 @@ def test_a_request_with_a_draft_model_meets_its_trees_in_the_model_thread() -> N
     found = walked("MODEL")
     assert "foretoken.draft.proposers.tree_growth" in found.model.modules
     assert_at_most(found, loop=(36, 60), model=(32, 36))
+
+
+def test_a_plain_chat_over_http_makes_few_calls() -> None:
+    """A feature that the chat does not use costs no call, or next to none."""
+    modules, functions, num_calls = printed(HTTP_CODE)
+    calls = Calls(set(modules), {(module, name) for module, name in functions}, num_calls)
+    assert {"foretoken.api.serving.serve", "foretoken.api.runtime.chat"} <= calls.modules
+    assert len(calls.modules) <= 57
+    assert len(calls.classes) <= 61
+    assert calls.num_calls <= 605
 
 
 @pytest.mark.parametrize(

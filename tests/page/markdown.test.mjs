@@ -120,6 +120,17 @@ test("a line may have more marks than a call takes arguments", () => {
   assert.equal(box.innerHTML.match(/<code>/g)?.length, 70_000);
 });
 
+/** Marks without an end: searching for each one up to the end of the line would take hours. */
+const OPEN = ["**a ", "__a ", "*a ", " _a ", "~~a ", "`a ``b ", '[a](b "', "[a](  b"];
+
+for (const mark of [...OPEN, "`", "*", "_", "[a](   "]) {
+  test(`each character of a long line of ${JSON.stringify(mark)} is read a few times`, () => {
+    const text = `x${mark.repeat(1e6 / mark.length)}`;
+    const [paragraph] = markdown(text, plain(text));
+    assert.ok(paragraph.textContent.length >= text.length / 6);
+  });
+}
+
 test("a text is shown anew after it was cleared", () => {
   const box = document.createElement("div"), growing = new GrowingMarkdown(box);
   growing.update("a\n\nb\n\n```\nc", plain("a\n\nb\n\n```\nc"));

@@ -64,11 +64,12 @@ class ChatWriter(Writer[ChatAnswer, ChatChoiceBody, ChunkChoiceBody]):
 
     def body(self, answer: ChatAnswer, choices: Sequence[Choice]) -> Struct:
         """Return the answer in one body."""
+        usage = answer.usage
         body = ChatBody(
             **self._head.fields(self.whole_kind),
             choices=[self.choice(each) for each in choices],
-            usage=self.usage(answer.usage),
-            metrics=self.metrics(answer.usage, answer.num_choices),
+            usage=self.usage(usage),
+            metrics=self.metrics(usage, answer.num_choices),
         )
         if self._returns_ids:
             body.prompt_token_ids = list(answer.prompt_token_ids)
@@ -173,7 +174,9 @@ class ChatWriter(Writer[ChatAnswer, ChatChoiceBody, ChunkChoiceBody]):
 
     def _delta_body(self, delta: TextDelta) -> DeltaBody | None:
         """Return the delta of a chunk; None if the step adds nothing."""
-        calls = [self._call_delta(delta.index, call) for call in delta.tool_calls]
+        calls: list[CallBody] = []
+        if delta.tool_calls:  # Nearly all deltas have none.
+            calls = [self._call_delta(delta.index, call) for call in delta.tool_calls]
         if not (delta.reasoning or delta.text or calls):
             return None
         return DeltaBody(

@@ -212,13 +212,17 @@ def tokenized_chat(body: TokenizeRequest, messages: list[Message]) -> ChatInput:
     )
 
 
+def _shift(messages: list[Message]) -> int:
+    """Return how many messages fewer `plain_messages` returns: it merges leading system ones."""
+    return max(0, num_system(message.role for message in messages) - 1)
+
+
 def read_handles(messages: list[Message]) -> list[Handle]:
     """Return the token ids of messages, each with the index of its message in `plain_messages`.
 
     Raises `InvalidRequest` for token ids of a message whose role is not assistant.
     """
-    # Leading system messages are merged.
-    shift = max(0, num_system(message.role for message in messages) - 1)
+    shift = _shift(messages)
     handles = []
     for index, message in enumerate(messages):
         if isinstance(message, KeptMessage) and message.kept_ids is not None:
@@ -236,8 +240,13 @@ def read_handles(messages: list[Message]) -> list[Handle]:
 
 
 def read_paths(messages: list[Message]) -> list[str]:
-    """Return the path in the body of each message that `plain_messages` returns."""
-    shift = max(0, num_system(message.role for message in messages) - 1)
+    """Return the path in the body of each message that `plain_messages` returns.
+
+    Return [] if the paths are the indices.
+    """
+    shift = _shift(messages)
+    if not shift and not any(isinstance(message, NamedMessage) for message in messages):
+        return []
     paths = [_path(message, index) for index, message in enumerate(messages)]
     return [*paths[:1], *paths[shift + 1 :]]
 

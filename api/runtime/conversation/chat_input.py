@@ -72,7 +72,7 @@ class ChatInput:
     @property
     def shown_tools(self) -> Sequence[Tool]:
         """The tools that the template renders before the conversation."""
-        return [tool for tool in self.tools if not tool.is_loaded]
+        return [tool for tool in self.tools if not tool.is_loaded] if self.tools else ()
 
     def note(self, thinking: Thinking | None = None) -> PromptNote:
         """Return the record of the prompt for later explanations of cache misses.

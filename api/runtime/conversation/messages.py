@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import takewhile
 from typing import Any
 
 from ....core.errors import InvalidRequest
@@ -16,7 +15,12 @@ ROLES: Mapping[str, str] = {"developer": "system", "function": "tool"}
 
 def num_system(roles: Iterable[str]) -> int:
     """Return the number of system messages at the beginning."""
-    return sum(1 for _ in takewhile(lambda role: ROLES.get(role, role) == "system", roles))
+    count = 0
+    for role in roles:
+        if ROLES.get(role, role) != "system":
+            break
+        count += 1
+    return count
 
 
 def one_system(plain: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -80,6 +80,8 @@ class Normalizer:
 
     def apply(self, chat: ChatInput) -> tuple[ChatInput, tuple[str, ...]]:
         """Return the normalized conversation, and the names of the rules that changed it."""
+        if not self._rules and not self._sorts_tools:
+            return chat, ()
         names: dict[str, None] = {}
         messages = [self._message(message, names) for message in chat.messages]
         tools = sorted(chat.tools, key=_name_of) if self._sorts_tools else chat.tools

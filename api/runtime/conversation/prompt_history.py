@@ -239,9 +239,9 @@ class PromptLog:
         prompt = self._prompts.get(response_id)
         if prompt is None:
             return
-        prompt.answers.append(_int32(array("q", token_ids)))
-        self._shares.remove(response_id)
-        self._shares.add(prompt.owner, response_id, prompt.num_bytes)
+        answer = array("i", token_ids).tobytes()
+        prompt.answers.append(answer)
+        self._shares.grow(response_id, len(answer))
         self._shrink()
 
     def _shrink(self) -> None:

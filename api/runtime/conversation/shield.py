@@ -69,12 +69,7 @@ class ContentMarks:
 
     def shield(self, messages: Messages, tools: Sequence[Tool]) -> Shield:
         """Return the shield of a conversation; `NO_SHIELD` if it needs none. O(text)."""
-        is_spelled = any(
-            marks.is_in(text)
-            for marks, value in self._contents(messages, tools)
-            for text in texts_of(value)
-        )
-        if not is_spelled:
+        if not self._is_spelled(messages, tools):
             return NO_SHIELD
         contents = (value for _, value in self._contents(messages, tools))
         breaker = unused_char(text for value in contents for text in texts_of(value))
@@ -82,6 +77,13 @@ class ContentMarks:
             message = "messages: every private-use character of Unicode is used"
             raise InvalidRequest(message, param="messages")
         return Shield(breaker, self)
+
+    def _is_spelled(self, messages: Messages, tools: Sequence[Tool]) -> bool:
+        for marks, value in self._contents(messages, tools):
+            for text in texts_of(value):
+                if marks.is_in(text):
+                    return True
+        return False
 
     def of_role(self, role: object) -> Marks:
         """Return the special tokens and delimiters to treat as text in messages of a role."""
@@ -191,9 +193,9 @@ def texts_of(value: object) -> Iterator[str]:
         each = left.pop()
         if isinstance(each, str):
             yield each
-        elif isinstance(each, Mapping):
+        elif isinstance(each, (dict, Mapping)):  # `isinstance` with an abstract class is slow
             left += [*each.keys(), *each.values()]
-        elif isinstance(each, Sequence) and not isinstance(each, bytes):
+        elif isinstance(each, (list, Sequence)) and not isinstance(each, bytes):
             left += each
 
 

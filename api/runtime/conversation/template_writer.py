@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -40,10 +40,11 @@ class TemplateWriter:
 
     async def facts(self) -> TemplateFacts:
         """Return the abilities of the template. The first call probes them."""
-        async with self._finding:
-            if self._facts is None:
-                self._facts = await self._found()
-            return self._facts
+        if self._facts is None:
+            async with self._finding:
+                if self._facts is None:
+                    self._facts = await self._found()
+        return self._facts
 
     async def _found(self) -> TemplateFacts:
         tokenizer = self._llm.tokenizer
@@ -78,7 +79,7 @@ class TemplateWriter:
         check_messages(chat.messages)
         facts = await self.facts()
         failed: TemplateRefusal | None = None
-        for form in (facts, facts.strictest(), facts.strictest().without_calls()):
+        for form in _forms(facts):
             try:
                 return await self._written(chat, facts=form, seen=seen, shield=shield)
             except TemplateRefusal as error:
@@ -118,8 +119,19 @@ class TemplateWriter:
         return turns, [tool.body for tool in tools]
 
 
+def _forms(facts: TemplateFacts) -> Iterator[TemplateFacts]:
+    """Yield the forms of a conversation to try, the plainest last."""
+    yield facts
+    plainest = facts.strictest()
+    yield plainest
+    yield plainest.without_calls()
+
+
 def _size(chat: ChatInput) -> int:
     """Return the approximate amount of work for a conversation, as a number of characters."""
-    contents = (message.get("content") for message in chat.messages)
-    texts = sum(len(content) for content in contents if isinstance(content, str))
-    return texts + MESSAGE_CHARS * len(chat.messages) + TOOL_CHARS * len(chat.tools)
+    size = MESSAGE_CHARS * len(chat.messages) + TOOL_CHARS * len(chat.tools)
+    for message in chat.messages:
+        content = message.get("content")
+        if isinstance(content, str):
+            size += len(content)
+    return size

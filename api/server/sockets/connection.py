@@ -123,17 +123,18 @@ class _Connection:
         self._waiting.pop(lane, None)
 
     def _cancel(self, event: Cancel) -> None:
-        """Cancel a response. Raises `ApiError` 404 if it is not running."""
-        for lane, turn in self._running.items():
+        """Cancel a running response, or one that waits for its lane. Raises `ApiError` 404."""
+        waiting = (turn for queue in self._waiting.values() for turn in queue)
+        for turn in (*self._running.values(), *waiting):  # the running one of a lane comes first
             if event.response_id is None:
-                is_meant = lane == event.lane
+                is_meant = turn.lane == event.lane
             else:
                 is_meant = turn.response_id == event.response_id
             if is_meant:
                 turn.cancel()
                 return
         raise ApiError(
-            404, "no such response is running on this connection", param="response_id",
+            404, "no such response is running or waiting on this connection", param="response_id",
             code="response_not_found",
         )  # fmt: skip
 

@@ -11,6 +11,7 @@ import pytest
 from foretoken.api.runtime.sessions import label_of
 from foretoken.api.types.request_context import CONTEXT, RequestContext
 from foretoken.api.types.results import Choice, ToolCall
+from foretoken.core.errors import DeadlineExceeded, InvalidRequest, QueueFull, Unavailable
 
 TALK = [{"role": "user", "content": "hi"}]
 BODIES: dict[str, dict[str, Any]] = {
@@ -80,6 +81,27 @@ def test_a_header_that_is_no_switch_is_refused(send, path: str) -> None:
     error = answer.json()["error"]
     assert "x-session-close" in error["message"]
     assert error.get("param", "x-session-close") == "x-session-close"
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_a_last_request_that_is_refused_for_load_ends_the_session(send, engine, path: str) -> None:
+    last = {"x-session-id": "a", "x-session-close": "true"}
+    send(path, headers={"x-session-id": "a"}).raise_for_status()
+    for refusal in (QueueFull("full"), DeadlineExceeded("late"), Unavailable("no replica")):
+        engine.refusal, engine.ended_sessions = refusal, []
+        assert send(path, headers={"x-session-id": "a"}).status_code in (408, 429, 503)
+        assert engine.ended_sessions == [], "it is not the last request"
+        assert send(path, headers=last).status_code in (408, 429, 503)
+        assert engine.ended_sessions == [engine.requests[0].cache.session]
+
+
+def test_a_last_request_that_is_invalid_ends_no_session(send, engine) -> None:
+    last = {"x-session-id": "a", "x-session-close": "true"}
+    send(headers={"x-session-id": "a"}).raise_for_status()
+    engine.refusal = InvalidRequest("prompt is wrong", param="prompt")
+    assert send(headers=last).status_code == 400
+    assert send(headers=last, messages=[]).status_code == 400
+    assert engine.ended_sessions == []
 
 
 @pytest.mark.parametrize("stream", [False, True])

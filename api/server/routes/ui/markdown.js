@@ -19,39 +19,120 @@ const QUOTE = /^ {0,3}> ?/;
 const ITEM = /^( {0,3})([-*+]|\d{1,9}[.)])(?: +|$)/;
 const COLUMNS = /^ *\|?( *:?-+:? *\|)+( *:?-+:? *)?$/;
 const SPECIAL = /[\\`*_~[h]/; // The first characters of entries of `INLINE`.
+const OTHER = /[^`]/g;
 const SAFE = /^(https?:\/\/|mailto:)/i;
 
+/** @typedef {(parser: Parser, depth: number) => (Node | string)[]} NodesOf */
+/** @typedef {[end: number, nodesOf: NodesOf]} Mark where it ends, and what makes its nodes */
+
 /**
- * Patterns inside a line, and functions that make the nodes of a match. The first match counts.
+ * Marks on both sides of a text: their beginning and end, their width, and their element.
+ * @type {[begin: RegExp, end: RegExp, width: number, name: "strong" | "del" | "em"][]}
+ */
+const PAIRS = [
+  [/\*\*(?=\S)/y, /(?<=\S)\*\*/g, 2, "strong"],
+  [/__(?=\S)/y, /(?<=\S)__/g, 2, "strong"],
+  [/~~(?=\S)/y, /(?<=\S)~~/g, 2, "del"],
+  [/\*(?=[^\s*])/y, /(?<=[^\s*])\*(?!\*)/g, 1, "em"],
+  [/(?<!\w)_(?=[^\s_])/y, /(?<=[^\s_])_(?!\w)/g, 1, "em"],
+];
+
+/**
+ * Other patterns inside a line, and functions that make the nodes of a match. The lengths of white
+ * space and titles are bounded: without an end, each link would be searched up to the line's end.
  * @type {[RegExp, (parser: Parser, found: RegExpExecArray, depth: number) => (Node | string)[]][]}
  */
 const INLINE = [
   [/\\([!-/:-@[-`{-~])/y, (parser, { index }) => parser.paint(index + 1, index + 2)],
-  [/(`+)(?!`)(.*?[^`])\1(?!`)/y, (parser, found) =>
-    [make("code", {}, parser.paint(...within(found, found[1].length)))]],
-  [/(\*\*|__)(?=\S)(.*?\S)\1/y, (parser, found, depth) =>
-    [make("strong", {}, parser.inline(within(found, 2), depth))]],
-  [/~~(?=\S)(.*?\S)~~/y, (parser, found, depth) =>
-    [make("del", {}, parser.inline(within(found, 2), depth))]],
-  [/\*(?=[^\s*])(.*?[^\s*])\*(?!\*)|(?<!\w)_(?=[^\s_])(.*?[^\s_])_(?!\w)/y,
-    (parser, found, depth) => [make("em", {}, parser.inline(within(found, 1), depth))]],
-  [/\[([^[\]]+)\]\(\s*([^()\s]*(?:\([^()\s]*\)[^()\s]*)*)(?:\s+"[^"]*")?\s*\)/y,
+  [/\[([^[\]]+)\]\(\s{0,9}([^()\s]*(?:\([^()\s]*\)[^()\s]*)*)(?:\s{1,9}"[^"]{0,300}")?\s{0,9}\)/y,
     (parser, found, depth) => {
       const start = found.index + 1;
       return link(found[2], parser.inline([start, start + found[1].length], depth));
     }],
-  [/https?:\/\/[^\s<>"'`*)\]]*[^\s<>"'`*)\].,:;!?]/y, (parser, found) =>
-    link(found[0], parser.paint(...within(found, 0)))],
+  [/https?:\/\/[^\s<>"'`*)\]]*[^\s<>"'`*)\].,:;!?]/y, (parser, { 0: url, index }) =>
+    link(url, parser.paint(index, index + url.length))],
 ];
 
 /**
- * Return the stretch inside marks of `width` characters on both sides.
- * @param {RegExpExecArray} found
- * @param {number} width
- * @returns {Stretch}
+ * The ends of marks in a stretch. Searches only go forward, so each pattern reads it only once.
  */
-function within(found, width) {
-  return [found.index + width, found.index + found[0].length - width];
+class Ends {
+  /** @type {Map<RegExp, number>} */
+  #next = new Map(); // Where each pattern matches next; infinite: nowhere.
+  /** @type {Map<number, number[]> | null} */
+  #runs = null; // Where runs of backticks begin, by their length; the last one comes first.
+  #runEnd = 0; // The end of the latest run of backticks.
+
+  /** @param {string} line the text up to the end of the stretch */
+  constructor(line) {
+    this.line = line;
+  }
+
+  /**
+   * Return where a pattern matches at or after `from`.
+   * @param {RegExp} pattern
+   * @param {number} from
+   */
+  after(pattern, from) {
+    let at = this.#next.get(pattern) ?? -1;
+    if (at < from) {
+      pattern.lastIndex = from;
+      at = pattern.exec(this.line)?.index ?? Infinity;
+      this.#next.set(pattern, at);
+    }
+    return at;
+  }
+
+  /**
+   * Return the code in backticks that begins at `i`, or null.
+   * @param {number} i
+   * @returns {Mark | null}
+   */
+  code(i) {
+    if (this.line[i] !== "`") return null;
+    if (this.#runEnd <= i) this.#runEnd = Math.min(this.after(OTHER, i), this.line.length);
+    const from = this.#runEnd, width = from - i;
+    this.#runs ??= runsOf(this.line, i);
+    const starts = this.#runs.get(width) ?? [];
+    while (starts.length && starts[starts.length - 1] < from) starts.pop();
+    const to = starts[starts.length - 1];
+    if (to === undefined) return null;
+    return [to + width, (parser) => [make("code", {}, parser.paint(from, to))]];
+  }
+
+  /**
+   * Return the text between two equal marks that begins at `i`, or null.
+   * @param {number} i
+   * @returns {Mark | null}
+   */
+  pair(i) {
+    for (const [begin, end, width, name] of PAIRS) {
+      begin.lastIndex = i;
+      if (!begin.test(this.line)) continue;
+      const from = i + width, to = this.after(end, from + 1);
+      if (to === Infinity) continue;
+      return [to + width, (parser, depth) => [make(name, {}, parser.inline([from, to], depth))]];
+    }
+    return null;
+  }
+}
+
+/**
+ * Return where runs of backticks begin, by their length, in descending order.
+ * @param {string} line
+ * @param {number} from
+ */
+function runsOf(line, from) {
+  /** @type {Map<number, number[]>} */
+  const runs = new Map(), pattern = /`+/g;
+  pattern.lastIndex = from;
+  for (let found; (found = pattern.exec(line));) {
+    const starts = runs.get(found[0].length);
+    if (starts) starts.push(found.index);
+    else runs.set(found[0].length, [found.index]);
+  }
+  for (const starts of runs.values()) starts.reverse();
+  return runs;
 }
 
 /**
@@ -307,9 +388,10 @@ class Parser {
     for (; end < lines.length; end += 1) {
       const line = this.at(lines[end]);
       if (!line.trim() || kindOf(line, depth)) break;
-      inside.push(make("br"), ...this.inline(lines[end]));
+      inside.push(make("br"));
+      for (const node of this.inline(lines[end])) inside.push(node);
     }
-    return { node: make("p", {}, ...inside), end };
+    return { node: make("p", {}, inside), end };
   }
 
   /**
@@ -318,18 +400,18 @@ class Parser {
    * @param {number} depth
    */
   inline([from, to], depth = 0) {
-    const nodes = [], line = this.text.slice(0, to);
+    const nodes = [], ends = new Ends(this.text.slice(0, to));
     let plain = from;
     for (let i = from; i < to;) {
-      const found = depth <= DEEPEST && SPECIAL.test(line[i]) ? markAt(line, i) : null;
+      const found = depth <= DEEPEST && SPECIAL.test(this.text[i]) ? markAt(ends, i) : null;
       if (!found) {
         i += 1;
         continue;
       }
-      const [match, nodesOf] = found;
+      const [end, nodesOf] = found;
       for (const node of this.paint(plain, i)) nodes.push(node);
-      nodes.push(...nodesOf(this, match, depth + 1));
-      plain = i += match[0].length;
+      for (const node of nodesOf(this, depth + 1)) nodes.push(node);
+      plain = i = end;
     }
     return [...nodes, ...this.paint(plain, to)];
   }
@@ -353,15 +435,18 @@ function kindOf(line, depth) {
 const leadOf = (line) => line.length - line.replace(/^ +/, "").length;
 
 /**
- * @param {string} line
+ * Return the mark that begins at `i`, or null.
+ * @param {Ends} ends
  * @param {number} i
- * @returns {[RegExpExecArray, typeof INLINE[number][1]] | null}
+ * @returns {Mark | null}
  */
-function markAt(line, i) {
+function markAt(ends, i) {
+  const mark = ends.code(i) ?? ends.pair(i);
+  if (mark) return mark;
   for (const [pattern, nodesOf] of INLINE) {
     pattern.lastIndex = i;
-    const found = pattern.exec(line);
-    if (found) return [found, nodesOf];
+    const found = pattern.exec(ends.line);
+    if (found) return [i + found[0].length, (parser, depth) => nodesOf(parser, found, depth)];
   }
   return null;
 }

@@ -399,6 +399,35 @@ def test_a_cancel_of_a_lane_spares_the_responses_of_others_that_have_no_id_yet()
     asyncio.run(asyncio.wait_for(body(), SECONDS))
 
 
+def test_a_response_that_did_not_begin_yet_is_cancelled() -> None:
+    """Both events have arrived before the lane of the response runs for the first time."""
+
+    async def body() -> None:
+        events: asyncio.Queue[Event] = asyncio.Queue()
+        frames: asyncio.Queue[Event] = asyncio.Queue()
+        served_bodies = []
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            served_bodies.append(json.loads((await receive())["body"])["input"])
+            await receive()  # its client leaves
+
+        layer = ResponsesSocket(app, Limits(), lambda scope: None)
+        await events.put({"type": "websocket.connect"})
+        create = {"type": "response.create", "stream_id": "a"}
+        cancel = {"type": "response.cancel", "stream_id": "a"}
+        for event in (create | {"input": "one"}, create | {"input": "two"}, cancel):
+            await events.put({"type": "websocket.receive", "text": json.dumps(event)})
+        served = asyncio.create_task(layer(dict(SCOPE), events.get, frames.put))
+        assert (await frames.get())["type"] == "websocket.accept"
+        last = json.loads((await frames.get())["text"])
+        assert (last["type"], last["stream_id"]) == ("response.cancelled", "a")
+        await events.put({"type": "websocket.disconnect"})
+        await served
+        assert served_bodies in ([], ["two"])  # the second one may begin before the client leaves
+
+    asyncio.run(asyncio.wait_for(body(), SECONDS))
+
+
 def test_an_answer_in_another_form_is_an_error_of_its_lane() -> None:
     async def body() -> None:
         events: asyncio.Queue[Event] = asyncio.Queue()
