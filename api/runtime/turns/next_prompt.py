@@ -95,6 +95,10 @@ class NextPrompt:
         return dataclasses.replace(self.chat, messages=[*self.chat.messages, last])
 
 
+def _has_reasoning(message: Mapping[str, Any]) -> bool:
+    return bool(message.get("reasoning_content") or message.get("reasoning"))
+
+
 def _own_context() -> RequestContext | None:
     """Return the context of a request with the caller and the adapter of the present one."""
     context = CONTEXT.get()
@@ -104,9 +108,14 @@ def _own_context() -> RequestContext | None:
 
 
 def _answered(chat: ChatInput, choice: Choice) -> ChatInput:
-    """Return the conversation with its answer, without a deadline and without pins."""
+    """Return the conversation with its answer, without a deadline and without pins.
+
+    The answer has its reasoning only if the client sent the reasoning of earlier answers, too. If
+    a template renders reasoning, the prompt with it is cached already, and the one without is not.
+    """
     options = {**chat.template, "add_generation_prompt": False, "continue_final_message": False}
-    answer = message_of(choice.text, choice.reasoning, choice.tool_calls)
+    reasoning = choice.reasoning if any(map(_has_reasoning, chat.messages)) else ""
+    answer = message_of(choice.text, reasoning, choice.tool_calls)
     if choice.tool_calls:
         answer["tool_calls"] = [plain_call(call) for call in answer["tool_calls"]]
     return dataclasses.replace(
