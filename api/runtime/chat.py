@@ -39,9 +39,9 @@ from .conversation.template_writer import TemplateWriter
 from .conversation.token_history import PrefixDigest, TokenHistory, message_digest
 from .engine_client import EngineClient
 from .generation import Answer, Generation, each_of
-from .next_turn import NextTurns
 from .preprocess import PromptTokens, needs_closing, warm_params
 from .sessions import tell_wait
+from .turns.idle_prefill import IdlePrefill
 
 MESSAGE_BYTES = 256  # recording a message takes about as long as reading this many bytes
 
@@ -286,6 +286,7 @@ class ChatClient:
     ``tool_parser``, ``reasoning_parser``: names of formats, or "auto" to choose them by the chat
     template. ``history``: earlier answers, whose token ids are looked up by their text; None if
     answers are not remembered. ``normalizer`` changes conversations before they are rendered.
+    ``idle_prefill``: whether the beginnings of next turns are computed while the engine is idle.
     """
 
     def __init__(
@@ -296,12 +297,13 @@ class ChatClient:
         reasoning_parser: str = "auto",
         history: TokenHistory | None = None,
         normalizer: Normalizer | None = None,
+        idle_prefill: bool = False,
     ) -> None:
         self._llm = llm
         self.history = history
         self._normalizer = normalizer
         self._tool_parser, self._reasoning_parser = tool_parser, reasoning_parser
-        self._next_turns = NextTurns(self)
+        self.next_turns = IdlePrefill(llm, self.render, is_on=idle_prefill)
 
     @cached_property
     def syntax(self) -> Syntax:
@@ -347,6 +349,7 @@ class ChatClient:
         `InvalidRequest`, `QueueFull` and `EngineDead`.
         """
         self._check_tools(chat)
+        self.next_turns.arrived(chat)
         if prompt is None:
             prompt = await self.render(chat)
         tools, tail = chat.callable_tools, self._tail(prompt.token_ids)
@@ -389,8 +392,8 @@ class ChatClient:
         found: list[Callable[[Choice], None]] = []
         if request.cache.session is not None:
             found.append(partial(tell_wait, self._llm.engine, request))
-        if chat.warms_next and not request.cache.ends_session:
-            found.append(self._next_turns.after(chat))
+        if self.next_turns.wants(chat, request):
+            found.append(self.next_turns.after(chat, request))
         return found
 
     async def check(self, chat: ChatInput, *, is_prewarm: bool = False) -> Sequence[int]:

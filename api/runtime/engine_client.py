@@ -490,6 +490,11 @@ class EngineClient:
         return self.tokenizer.decode(text_ids, skip_special_tokens=False)
 
     @property
+    def is_idle(self) -> bool:
+        """Whether no answer of this client runs or waits."""
+        return not self._answers
+
+    @property
     def seconds_alone(self) -> float:
         """Seconds since the last answer that is not part of a batch ended; 0 while one runs."""
         if any(not each.in_batch for each in self._answers.values()):

@@ -56,6 +56,7 @@ def chat_client(llm: EngineClient, settings: Settings) -> ChatClient:
         reasoning_parser=settings.reasoning_parser,
         history=history if settings.token_history else None,
         normalizer=Normalizer(settings.normalize),
+        idle_prefill=settings.idle_prefill == "on",
     )
 
 
@@ -70,6 +71,7 @@ class Service:
         self.metrics.causes = llm.causes
         self.metrics.adapters = lambda: llm.adapters
         self.chat = chat_client(llm, settings)
+        self.metrics.registry.register(self.chat.next_turns.collector())
         self.settings = settings
         self._bodies = BodyReader(settings.limits)
         # Background work of the running server; the application sets it.

@@ -81,6 +81,11 @@ class Settings:
     token_history_bytes: int = setting(
         32 * 2**20, "size of the store of answers' token ids", SIZE, least=1, most=2**40
     )
+    idle_prefill: Literal["on", "off"] = setting(
+        "on",
+        "whether the beginning of a conversation's next turn is computed while no request runs, "
+        "where the chat template changes what it has computed before",
+    )
     prices: str | Mapping[str, float] | None = setting(
         None,
         "prices per million tokens for usage.cost, as a JSON object with input, output, cached and "

@@ -119,7 +119,7 @@ def acquire_kv(cache: PrefixCache, request: Request) -> KVLease:
         request.tokens,
         namespace=request.namespace,
         limit=cache_limit(request),
-        is_first=is_first,
+        is_first=is_first and not request.extras.is_ahead,
     )
     if is_first:
         request.usage.matched_tokens = lease.num_found_tokens

@@ -161,7 +161,7 @@ class EngineMetrics:
 
     def observe_arrival(self, request: Request, now: float) -> None:
         """Record an accepted request. This runs in the task of the caller, not of the engine."""
-        if self.observers:
+        if self.observers and not request.extras.is_ahead:
             self._observers.begin(request, now)
 
     def observe_step(
@@ -212,7 +212,12 @@ class EngineMetrics:
         self._parts.of["host"].observe(max(0.0, seconds - sum(output.times.values())))
 
     def observe_delta(self, request: Request, delta: Delta, now: float) -> None:
-        """Record the tokens of a delta, and the end of the request if it is the last delta."""
+        """Record the tokens of a delta, and the end of the request if it is the last delta.
+
+        Prompts that are computed ahead of their requests are not recorded.
+        """
+        if request.extras.is_ahead:
+            return
         if delta.token_ids:
             self._observe_tokens(request, len(delta.token_ids), now)
             self.spec_stats.observe_delta(delta)

@@ -248,6 +248,8 @@ def serve(built) -> Iterator[Callable[..., RunningServer]]:
     running: list[RunningServer] = []
 
     def start(**settings: Any) -> RunningServer:
+        # Tests count the engine's requests; `test_idle_prefill` has those of idle time.
+        settings = {"idle_prefill": "off", **settings}
         names = {each.name for each in fields(Limits)} & set(settings)
         limits = Limits(**{name: settings.pop(name) for name in names})
         llm = AsyncLLM.from_built(built)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import http.server
+import importlib.util
+import json
 import re
 import shutil
 import subprocess
@@ -12,6 +14,7 @@ import threading
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -25,6 +28,8 @@ PAGE = EXAMPLES / "web_page" / "index.html"
 CLIENTS = sorted((ROOT / ".venv-clients").glob("*/bin/python"))  # made by `make test-rest`
 PACKAGES = {"langchain_chat": "langchain_openai", "openai_agents": "agents"}
 SECONDS = 120
+SCRIPTED = ROOT / "tests" / "support" / "scripted_server.py"
+FILES = ("a.txt", "b.txt")
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +56,7 @@ def run(python: str | Path, name: str, server: Server) -> str:
 
 
 def test_every_example_has_a_test_here() -> None:
-    ours = {"agent_loop", "best_of_n", "shared_system_prompt"}
+    ours = {"agent_loop", "best_of_n", "early_calls", "shared_system_prompt"}
     assert {path.stem for path in EXAMPLES.glob("*.py")} == {*PACKAGES, *ours}
 
 
@@ -201,3 +206,36 @@ def test_the_code_of_the_docs_runs(page: str, server: Server) -> None:
     done = run_forked(run_code, code, timeout=SECONDS)
     assert done.returncode == 0, done.stderr
     assert len(done.stdout) > 0
+
+
+@pytest.fixture
+def early_calls() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("early", EXAMPLES / "early_calls.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_tools_run_while_the_answer_goes_on(early_calls: ModuleType, capsys, monkeypatch) -> None:
+    started: list[str] = []
+
+    def read_file(path: str) -> str:
+        started.append(path)
+        return f"the text of {path}"
+
+    monkeypatch.setattr(early_calls, "read_file", read_file)
+    calls = [json.dumps({"name": "read_file", "arguments": {"path": name}}) for name in FILES]
+    said = "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in calls)
+    flags = ["--tool-parser", "hermes", "--idle-prefill", "off"]
+    with running(started_by=[sys.executable, str(SCRIPTED), "--port", "0", *flags]) as server:
+        question = f"Read both. [[{said}]]"
+        found = early_calls.ready_calls(server.url, question)
+        assert json.loads(next(found)["function"]["arguments"]) == {"path": "a.txt"}
+        assert len([*found]) == 1
+        for is_early in (False, True):
+            started.clear()
+            assert early_calls.run(server.url, question, is_early=is_early) > 0
+            assert sorted(started) == sorted(FILES)
+    assert capsys.readouterr().out.count("the text of b.txt") == 2

@@ -134,10 +134,21 @@ def step(*sources: str) -> Delta:
     return Delta(token_ids=[0] * len(sources), token_sources=[*sources])
 
 
+def test_a_chunk_of_idle_time_is_a_step_of_its_own_without_a_front() -> None:
+    num_chunks = 3
+    watched = Watched(lambda: num_chunks)
+    assert watched.since(0) == {}
+    num_chunks = 5
+    watched.observe_delta(cast("Any", SimpleNamespace()), step("suffix"), 0.0)
+    assert watched.since(0) == {"latest_steps": [{"suffix": 1}, *[{"idle prefill": 1}] * 2]}
+    assert watched.since(watched.num_steps) == {}
+
+
 def test_the_engine_is_observed_while_somebody_watches_and_no_longer() -> None:
     observers: list[EngineObserver] = []
     engine = SimpleNamespace(metrics=SimpleNamespace(observers=observers))
-    service: Any = SimpleNamespace(llm=SimpleNamespace(engine=engine))
+    chat = SimpleNamespace(next_turns=SimpleNamespace(num_chunks=0))
+    service: Any = SimpleNamespace(llm=SimpleNamespace(engine=engine), chat=chat)
     dashboard = Dashboard(service)
     one, two = dashboard.watch(), dashboard.watch()
     assert observers == [one]

@@ -195,7 +195,7 @@ class FakeEngine:
         self.expected.append((session, label, namespace))
 
     async def cache_info(self, namespace: str | None = None) -> dict[str, object]:
-        return {"total_pages": 10}
+        return {"total_pages": 10, "free_pages": 999, "evictable_pages": 0}
 
     async def overview(self, finished: Iterable[RecentRequest] = ()) -> dict[str, object]:
         return {"running": len(self._live), "requests": [each.request_id for each in finished]}

@@ -39,6 +39,7 @@ class StreamOptions(Struct):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None  # an extension: report the usage in every chunk
+    include_ready_calls: bool | None = None  # an extension: an event for each complete call
 
 
 Tokens = Annotated[int, Meta(ge=-2)]

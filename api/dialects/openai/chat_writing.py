@@ -28,6 +28,7 @@ from .answers import (
 from .bodies import (
     ChatRequest,
 )
+from .ready_calls import ReadyCalls
 from .token_pieces import TokenPieces
 from .writing import Head, Writer, reason_body, token_infos
 
@@ -56,6 +57,9 @@ class ChatWriter(Writer[ChatAnswer, ChatChoiceBody, ChunkChoiceBody]):
         self._returns_ids = bool(body.return_token_ids)
         self._custom = {tool.custom.name for tool in body.tools or () if tool.custom is not None}
         self._inputs: dict[tuple[int, int], InputReader] = {}  # by choice index and call index
+        options = body.stream_options
+        reports_ready = options is not None and bool(options.include_ready_calls)
+        self._ready = ReadyCalls(self._whole_call) if reports_ready else None
         self._pieces: defaultdict[int, TokenPieces] = defaultdict(  # pieces by choice
             lambda: TokenPieces(service.llm.tokenizer, service.chat.syntax.thinking)
         )
@@ -151,6 +155,8 @@ class ChatWriter(Writer[ChatAnswer, ChatChoiceBody, ChunkChoiceBody]):
             if pieces is not None:
                 choice.token_sources = pieces.read(delta)
             chunks.append(self.chunk(choice))
+        if self._ready is not None:
+            chunks += self._ready.read(delta)
         if delta.finish_reason is not None:
             reason = reason_body(delta.finish_reason)
             last = ChunkChoiceBody(index=delta.index, delta=DeltaBody(), finish_reason=reason)

@@ -165,6 +165,7 @@ class EventOptions(StreamOptions):
     """``stream_options``. The last event always has the usage."""
 
     continuous_usage_stats: Off = None
+    include_ready_calls: Off = None  # events of items say when a call is complete
 
 
 class ResponsesRequest(OpenAISampling, kw_only=True):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -29,12 +29,18 @@ EVENTS = "text/event-stream"
 PERIOD_SECONDS = 1.0
 STEPS_SECONDS = 0.25  # interval between events with the latest steps
 MAX_STEPS = 256  # maximum number of steps per event
+IDLE = "idle prefill"  # in place of a draft source, for a chunk of a next turn's prompt
 
 
 class Watched(EngineObserver):
-    """The latest steps and finished requests. Used only in the thread of the event loop."""
+    """The latest steps and finished requests. Used only in the thread of the event loop.
 
-    def __init__(self) -> None:
+    ``num_chunks`` returns how many chunks were computed in idle time so far. Each is shown as a
+    step of one token.
+    """
+
+    def __init__(self, num_chunks: Callable[[], int] = lambda: 0) -> None:
+        self._num_chunks, self._chunks_seen = num_chunks, num_chunks()
         self.num_steps = 0  # steps with tokens, of all replicas
         self.finished: deque[RecentRequest] = deque(maxlen=MAX_REQUESTS)
         self._steps: deque[dict[str, int]] = deque(maxlen=MAX_STEPS)
@@ -72,6 +78,10 @@ class Watched(EngineObserver):
         Empty if there are none.
         """
         self._end_step()
+        new_chunks, self._chunks_seen = self._num_chunks() - self._chunks_seen, self._num_chunks()
+        if new_chunks and not self._replicas:
+            self.num_steps += new_chunks
+            self._steps.extend({IDLE: 1} for _ in range(min(new_chunks, MAX_STEPS)))
         if not (count := min(self.num_steps - num_steps, len(self._steps))):
             return {}
         body: Body = {"latest_steps": [*self._steps][-count:]}
@@ -126,7 +136,7 @@ class Dashboard(Endpoints):
     def watch(self) -> Watched:
         """Register a watcher and return the observed data. The first one attaches the observer."""
         if self._watched is None:
-            self._watched = Watched()
+            self._watched = Watched(lambda: self.service.chat.next_turns.num_chunks)
             self.service.llm.engine.metrics.observers.append(self._watched)
         self._num_watchers += 1
         return self._watched

@@ -26,6 +26,9 @@ class RequestExtras(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     # Number of answer tokens that keep their KV; 0: all. It is set when the request is queued.
     kv_budget: int = 0
 
+    # Whether the prompt is computed before a request asks for it, so that no statistics count it.
+    is_ahead: bool = False
+
 
 PLAIN_REQUEST = RequestExtras()
 

@@ -539,7 +539,7 @@ def test_tokenize_renders_conversations(http):
 def test_the_cache_is_shown_and_flushed_by_salt_or_whole(http, engine):
     shown = http.get("/cache").json()
     assert set(shown.pop("causes").values()) == {0}
-    assert shown == {"total_pages": 10}
+    assert shown == {"total_pages": 10, "free_pages": 999, "evictable_pages": 0}
     assert http.post("/cache/flush").json() == {"flushed_pages": 3}
     http.post("/cache/flush", json={})
     http.post("/cache/flush", json={"cache_salt": "a"})

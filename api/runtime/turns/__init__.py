@@ -1,0 +1,1 @@
+"""The beginnings of next turns, computed while the engine is idle."""
