@@ -85,14 +85,31 @@ class Source:
         """Forget the tokens of the given namespaces; without an argument, forget all tokens."""
 
 
-class GuardedSource(Guarded[Source], Source):
+class GuardedSource(Guarded[Source]):
     """Wraps a source: a failed call makes no guesses, and repeated failures turn the source off."""
 
     def __init__(self, source: Source) -> None:
         super().__init__(source, Source(), f"draft source {source.name}")
         self.name, self.priors = source.name, source.priors
 
-    propose = guard(Source.propose, if_failed=())
+    def propose_all(
+        self, requests: Sequence[Request], most: Sequence[int]
+    ) -> list[Sequence[Guess]]:
+        """Return the source's guesses for each request, at most ``most[i]`` tokens each.
+
+        A request for which the source fails has no guesses; the other requests keep theirs.
+        """
+        guesses: list[Sequence[Guess]] = [()] * len(requests)
+        for index, (request, length) in enumerate(zip(requests, most, strict=True)):
+            try:
+                guesses[index] = self.inner.propose(request, length)
+            except Exception:
+                self.record_exception("propose")
+            else:
+                if self.breakers:  # empty until a method fails
+                    self.breakers["propose"].record_success()
+        return guesses
+
     index = guard(Source.index, if_failed=0)
     leave = guard(Source.leave, if_failed=None)
 
