@@ -317,6 +317,19 @@ class RequestTable:
         request.status = RequestStatus.WAITING
         self.waiting.add(request)
 
+    def victim(self, planned: Iterable[str]) -> Request | None:
+        """Return the request to preempt: the last running request in order that is not planned.
+
+        A request whose pages are being loaded is not preempted. Returns None if no request is left.
+        """
+        last_first = reversed(self.running.values())
+        free = (
+            each
+            for each in last_first
+            if each.transfer.load is None and each.request_id not in planned
+        )
+        return next(free, None)
+
     def discard(self, request: Request) -> None:
         """Remove a request that ended."""
         if request.status is RequestStatus.RUNNING:

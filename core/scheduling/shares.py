@@ -1,4 +1,4 @@
-"""Shares of a step: the prompt tokens and draft rows that each request gets.
+"""Shares of a step: the prompt tokens that each request gets, and its row in the plan.
 
 The functions read requests and change nothing.
 """
@@ -34,13 +34,13 @@ def schedule_request(
         sampling=request.sampling,
         draft_plan=plan,
         spare_page_ids=spare_page_ids,
-        extras=_extras(request, stop, state),
+        extras=PLAIN
+        if state is None and request.extras is PLAIN_REQUEST
+        else _extras(request, stop, state),
     )
 
 
 def _extras(request: Request, stop: int, state: StateUse | None) -> ScheduledExtras:
-    if state is None and request.extras is PLAIN_REQUEST:
-        return PLAIN
     return ScheduledExtras(
         state=state,
         adapter=request.extras.adapter,
@@ -86,34 +86,3 @@ def share_chunk_tokens(prompts: Sequence[Request], budget: int) -> Mapping[str, 
             shares[request.request_id] += count
             room -= count
     return shares
-
-
-def draft_limits(requests: Sequence[Request], depth_cap: int) -> list[int]:
-    """Return the maximum draft depth of each request, in tokens; at most ``depth_cap``.
-
-    An answer's last token is never drafted. The limit is 0 until an answer has a token, because
-    drafting would delay the first one.
-    """
-    return [_draft_limit(request, depth_cap) for request in requests]
-
-
-def _draft_limit(request: Request, depth_cap: int) -> int:
-    size, stop = len(request.tokens), request.max_len - 1
-    if size == request.prompt_len:
-        return 0
-    if request.extras.kv_budget:
-        stop = min(stop, request.next_packing(size - 1) or stop)
-    return max(0, min(depth_cap, stop - size))
-
-
-def without_proposer(plan: DraftPlan) -> DraftPlan:
-    """Return ``plan`` with its looked-up draft, but without a proposer's draft.
-
-    A proposer cannot draft after packing, because its own KV under these page ids is not packed.
-    """
-    return DraftPlan(plan.draft) if plan.max_draft else plan
-
-
-def draft_row_budget(budget: int, *, others_wait: bool) -> int:
-    """Return the number of rows for drafts: half of ``budget`` if prompts wait, otherwise all."""
-    return max(0, budget // 2 if others_wait else budget)

@@ -32,8 +32,8 @@ MUTATIONS = (
     Mutation(
         "ahead-of-rows-that-read-the-text",
         "StepPlan.is_decode_only",
-        "            and not scheduled.sampling.needs_history\n",
-        "",
+        "if not is_decode or scheduled.sampling.needs_history:",
+        "if not is_decode:",
         ("test_nothing_is_planned_where_a_row_reads_the_text",),
         "penalties see every token",
     ),
