@@ -35,7 +35,6 @@ from ..interface.request import (
 )
 from .accounting import CommittedRow, StepAccounts
 from .chunk_budget import ChunkBudget, short_prompt_share
-from .decodes import decode_rows, plan_drafts, ready_to_decode, token_counts
 from .guarded_speculator import guarded
 from .leases import (
     acquire_kv,
@@ -51,7 +50,15 @@ from .leases import (
 from .output_processor import late_end, request_error, take_output
 from .page_loads import PageLoads
 from .request_table import NO_ARRIVALS, PendingArrivals, RequestTable, SchedulerLimits
-from .shares import schedule_request, share_chunk_tokens, without_suspects
+from .shares import (
+    decode_rows,
+    plan_drafts,
+    ready_to_decode,
+    schedule_request,
+    share_chunk_tokens,
+    token_counts,
+    without_suspects,
+)
 from .states import use_state, want_states
 
 logger = logging.getLogger(__name__)
@@ -498,11 +505,11 @@ class Scheduler:
         """
         self.account()
         self._chunk_budget.observe(plan, output)
-        events, running, with_drafts = list[Event](), self.running, not plan.is_plain
+        events, with_drafts = list[Event](), not plan.is_plain
         for scheduled, out in zip(plan.requests, output.requests, strict=True):
-            if scheduled.request_id not in running:
+            if scheduled.request_id not in self.running:
                 continue
-            request = running[scheduled.request_id]
+            request = self.running[scheduled.request_id]
             delta = self._commit_request(request, scheduled, out, now, with_drafts=with_drafts)
             if delta.token_ids or delta.prompt_logprobs or delta.terminal:
                 events.append((request, delta))
@@ -544,10 +551,9 @@ class Scheduler:
         # The tokens before the failure are valid and may have ended the answer.
         if out.error is not None and not delta.terminal:
             delta.error = request_error(request, out)
-        is_over = delta.finish_reason is not None or delta.error is not None
         row = CommittedRow(request, scheduled, out, delta, now, is_plain=not with_drafts)
         self.accounts.add(row)
-        if is_over:
+        if delta.finish_reason is not None or delta.error is not None:
             self._finish(request, delta, now, keep=out.error is None)
         else:
             settle_pages(self.cache, request, scheduled, with_drafts=with_drafts)

@@ -11,9 +11,9 @@ from foretoken.core.errors import InvalidRequest
 from foretoken.core.interface.extras.packing import EVERY, most_kv, next_packing, num_packed_away
 from foretoken.core.interface.extras.request_extras import RequestExtras
 from foretoken.core.interface.sampling import TokenSamplingParams
-from foretoken.core.scheduling.decodes import draft_limits
 from foretoken.core.scheduling.leases import release_kv
 from foretoken.core.scheduling.request_table import kv_budget_of
+from foretoken.core.scheduling.shares import draft_limits
 from support.fake_model import Driver, FakeRunner, make_request, make_scheduler
 
 PROMPT, BUDGET = 100, 256

@@ -8,8 +8,8 @@ MUTATIONS = (
     Mutation(
         "ahead-lends-the-page-table",
         "plan_next",
-        "request.lease.page_ids[:]",
-        "request.lease.page_ids",
+        "lease.page_ids[:]",
+        "lease.page_ids",
         ("test_the_page_table_reaches_the_new_token_and_is_nobodys_but_the_plans",),
         "what a step was lent does not change under it",
     ),
