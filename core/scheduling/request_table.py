@@ -284,7 +284,8 @@ class RequestTable:
         if refused == self._refused and num_available <= self._refused_at and cache.states is None:
             return False
         fits = would_fit(cache, request, self.running.values())
-        self._refused, self._refused_at = (None, 0) if fits else (refused, num_available)
+        self._refused = None if fits else refused
+        self._refused_at = num_available
         return fits
 
     def short_ones(
