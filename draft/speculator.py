@@ -13,21 +13,22 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import repeat, zip_longest
 from typing import Literal
 
 import numpy as np
 from typing_extensions import override
 
-from ..core.interface.draft import NO_DRAFT, NO_DRAFT_PLAN, DraftPlan
+from ..core.interface.draft import NO_DRAFT, NO_DRAFT_PLAN, Draft, DraftPlan
 from ..core.interface.output import RequestOutput, StepOutput
 from ..core.interface.plan import ScheduledRequest, StepPlan
 from ..core.interface.protocols import ProposerTraits, RowPrice, Speculator
 from ..core.interface.request import Request
-from .control.controller import Allocation, Controller, StepCandidates
+from .control.controller import Allocation, Controller, IntArray, StepCandidates
 from .control.cost_model import Mean
-from .control.draft_state import MAX_PERIOD, NO_SURVIVAL, DraftState, padded
+from .control.draft_state import MAX_PERIOD, DraftState
 from .control.estimators import AcceptanceModel, NodeWorth
+from .control.look_ups import LookUps, survival_table
 from .control.outcome import DraftOutcome
 from .sources.grammar import GrammarSource
 from .sources.merge import GuessTree, Survival
@@ -69,7 +70,8 @@ class DraftSpeculator(Speculator):
         self.controller = controller
         self.acceptance = acceptance
         self._sources = [GuardedSource(source) for source in sources]
-        self._grammar = next((s for s in sources if isinstance(s, GrammarSource)), None)
+        grammar = next((s for s in sources if isinstance(s, GrammarSource)), None)
+        self._look_ups = LookUps(self._sources, grammar, acceptance)
         self._indexer = SourceIndexer(self._sources)
         self._proposer, self._overlaps = proposer, overlaps
         self._lost_proposer = False  # whether the proposer was dropped after failures
@@ -114,27 +116,28 @@ class DraftSpeculator(Speculator):
         self._proposer_use = _ProposerUse()
         plans = [NO_DRAFT_PLAN] * len(requests)
         share = budget // max(1, len(requests))
-        auto = []
-        for index, request in enumerate(requests):
-            depth = self._depth(request)
-            if depth == "auto":
-                auto.append(index)
-            elif depth > 0:
-                most = min(limits[index], depth, share)
-                plan = plans[index] = self._fixed(self._state_of(request), most)
-                budget -= 0 if plan is NO_DRAFT_PLAN else plan.num_rows
+        depths = [self.depth if each.depth is None else each.depth for each in requests]
+        auto = [index for index, depth in enumerate(depths) if depth == "auto"]
+        fixed = [index for index, depth in enumerate(depths) if depth != "auto" and depth > 0]
+        if fixed:
+            states = self._states_of([requests[index] for index in fixed])
+            own_depths = [depth for depth in depths if depth != "auto" and depth > 0]
+            most = map(min, [limits[index] for index in fixed], own_depths, repeat(share))
+            for index, plan in zip(fixed, self._fixed(states, list(most)), strict=True):
+                plans[index] = plan
         if auto:
             began = self._clock()
-            states = [self._state_of(requests[index]) for index in auto]
+            budget -= sum([plans[index].num_rows for index in fixed])
+            states = self._states_of([requests[index] for index in auto])
             auto_limits = [limits[index] for index in auto]
-            candidates = self._candidates(
+            candidates, trees = self._candidates(
                 states,
                 auto_limits,
                 budget,
                 num_prefill=num_prefill,
                 num_others=len(requests) - len(auto),
             )
-            drafted = self._allocate(states, auto_limits, candidates)
+            drafted = self._allocate(states, auto_limits, candidates, trees)
             for index, plan in zip(auto, drafted, strict=True):
                 plans[index] = plan
             self._decide_s.observe(self._clock() - began)
@@ -143,33 +146,45 @@ class DraftSpeculator(Speculator):
     def _depth(self, request: Request) -> Literal["auto"] | int:
         return self.depth if request.depth is None else request.depth
 
-    def _state_of(self, request: Request) -> DraftState:
-        state = self._states.get(request.request_id)
-        if state is None:
-            state = self._states[request.request_id] = DraftState(request)
-        return state
+    def _states_of(self, requests: Sequence[Request]) -> list[DraftState]:
+        known = self._states
+        return [
+            known[request.request_id]
+            if request.request_id in known
+            else known.setdefault(request.request_id, DraftState(request))
+            for request in requests
+        ]
 
-    def _fixed(self, state: DraftState, depth: int) -> DraftPlan:
-        """Plan a chain of ``depth`` tokens: the likeliest guess, or the proposer's if it is better.
+    def _fixed(self, states: Sequence[DraftState], depths: Sequence[int]) -> list[DraftPlan]:
+        """Plan a chain for each request: the likeliest guess, or the proposer's if it is better.
 
-        If the proposer was dropped after failures, only look-ups remain, and they may find nothing
-        for many steps. Then they are paused, if the engine launches steps without drafts ahead.
+        ``depths``: maximum number of tokens of each chain. If the proposer was dropped after
+        failures, only look-ups remain, and they may find nothing for many steps. Then they are
+        paused, if the engine launches steps without drafts ahead.
         """
-        if depth < 1 or self._finds_nothing(state.request, 0):
-            return NO_DRAFT_PLAN
-        tree = self._look_up(state, depth)
-        known = NO_DRAFT if tree is None else tree.chain(depth)
-        # For example, tokens that a grammar forces are sure.
-        is_sure = bool(known.survival) and known.survival[-1] >= SURE
-        may_propose = self._proposer is not None and not state.request.is_packed
-        plan = DraftPlan(known, max_draft=depth if may_propose and not is_sure else 0)
+        depths = self._unpaused(states, depths)
         may_back_off = self._lost_proposer and self._overlaps
-        num_rows = plan.num_rows
-        state.note_drafted(num_rows, step=self._num_steps, may_back_off=may_back_off)
-        return plan if num_rows else NO_DRAFT_PLAN
+        plans = [NO_DRAFT_PLAN] * len(states)
+        trees = self._look_ups.find(states, depths)
+        for index, (state, depth, tree) in enumerate(zip(states, depths, trees, strict=True)):
+            if not depth:
+                continue
+            known = NO_DRAFT if tree is None else tree.chain(depth)
+            may_propose = self._proposer is not None and self._may_propose(state, known)
+            max_draft = depth if may_propose else 0
+            if known.token_ids or max_draft:
+                state.num_fruitless = 0
+                plans[index] = DraftPlan(known, max_draft=max_draft)
+            else:
+                state.note_fruitless(step=self._num_steps, may_back_off=may_back_off)
+        return plans
 
-    def _look_up(self, state: DraftState, most: int) -> GuessTree | None:
-        return state.look_up(self._sources, self._grammar, self.acceptance, most)
+    def _unpaused(self, states: Sequence[DraftState], most: Sequence[int]) -> list[int]:
+        """Return ``most`` with 0 for the requests whose look-ups are paused."""
+        return [
+            0 if state.paused_until and self._finds_nothing(state.request, 0) else length
+            for state, length in zip(states, most, strict=True)
+        ]
 
     def _candidates(
         self,
@@ -179,38 +194,45 @@ class DraftSpeculator(Speculator):
         *,
         num_prefill: int,
         num_others: int,
-    ) -> StepCandidates:
-        for state, limit in zip(states, limits, strict=True):
-            is_requested = limit and not self._finds_nothing(state.request, 0)
-            most = min(limit, LOOKUP_LEN)
-            state.tree = self._look_up(state, most) if is_requested else None
+    ) -> tuple[StepCandidates, Sequence[GuessTree | None]]:
+        most = self._unpaused(states, list(map(min, limits, repeat(LOOKUP_LEN))))
+        trees = self._look_ups.find(states, most)
+        context_lens = np.array(list(map(len, [state.request.tokens for state in states])))
+        num_uncached = self._num_uncached(states, context_lens)
         expected_accepted, node_probability = self._proposer_nodes(
-            states, limits, is_busy=num_prefill > 0
+            states, limits, num_uncached, is_busy=num_prefill > 0
         )
         levels, nodes = self._draft_shape
-        return StepCandidates(
-            lookup_survival=padded(
-                [NO_SURVIVAL if s.tree is None else s.tree.survival for s in states]
-            ),
+        candidates = StepCandidates(
+            lookup_survival=survival_table(trees),
             expected_accepted=expected_accepted,
-            num_uncached_draft_tokens=np.array([self._num_uncached(state) for state in states]),
+            num_uncached_draft_tokens=num_uncached,
             budget=budget,
             num_prefill=num_prefill,
             num_others=num_others,
             node_probability=node_probability,
             tokens_per_pass=1 if self._proposer is None else self._proposer.tokens_per_pass,
             passes_per_node=levels.value / nodes.value if nodes.value else 1.0,
-            context_lens=np.array([len(state.request.tokens) for state in states]),
+            context_lens=context_lens,
         )
+        return candidates, trees
 
-    def _num_uncached(self, state: DraftState) -> int:
-        """Return the number of tokens whose KV the proposer must compute before it drafts."""
+    def _num_uncached(self, states: Sequence[DraftState], context_lens: IntArray) -> IntArray:
+        """Return the number of tokens whose KV the proposer must compute before it drafts.
+
+        The shape is [num_requests].
+        """
         if self._proposer is None or not self._proposer.catches_up:
-            return 0
-        return len(state.request.tokens) - state.proposer_len
+            return np.zeros_like(context_lens)
+        return context_lens - np.array([state.proposer_len for state in states], np.int64)
 
     def _proposer_nodes(
-        self, states: Sequence[DraftState], limits: Sequence[int], *, is_busy: bool
+        self,
+        states: Sequence[DraftState],
+        limits: Sequence[int],
+        num_uncached: IntArray,
+        *,
+        is_busy: bool,
     ) -> tuple[Survival, Survival]:
         """Return two probabilities for the proposer's best nodes of each request.
 
@@ -219,26 +241,52 @@ class DraftSpeculator(Speculator):
         """
         if self._proposer is None:
             return (none := np.zeros((len(states), 0))), none
-        pairs = zip(states, limits, strict=True)
-        nodes = [(self._most_nodes(*each, is_busy), each[0].is_sampled) for each in pairs]
-        known = self._node_worth
-        accepted = [known.expected_accepted(most, sampled=sampled) for most, sampled in nodes]
-        probability = [known.node_probability(most, sampled=sampled) for most, sampled in nodes]
-        return padded(accepted), padded(probability)
+        most = self._most_nodes(states, limits, num_uncached, is_busy=is_busy)
+        width, sampled = int(most.max()), [int(state.is_sampled) for state in states]
+        is_allowed, worth = np.arange(width) < most[:, None], self._node_worth
+        accepted = [worth.expected_accepted(width, sampled=each) for each in (False, True)]
+        probability = [worth.node_probability(width, sampled=each) for each in (False, True)]
+        return (
+            np.where(is_allowed, np.array(accepted)[sampled], 0.0),
+            np.where(is_allowed, np.array(probability)[sampled], 0.0),
+        )
 
-    def _most_nodes(self, state: DraftState, limit: int, is_busy: bool) -> int:
-        """Return the maximum number of nodes that the proposer may draft for a request.
+    def _most_nodes(
+        self,
+        states: Sequence[DraftState],
+        limits: Sequence[int],
+        num_uncached: IntArray,
+        *,
+        is_busy: bool,
+    ) -> IntArray:
+        """Return the maximum number of nodes that the proposer may draft for each request.
 
         It is 0 while prompts are prefilled and the proposer lacks much KV, because computing that
-        KV would delay the prompts.
+        KV would delay the prompts. It is 0 for packed requests, too: the proposer's KV shares the
+        target's page table.
         """
-        has_backlog = is_busy and self._num_uncached(state) > FEW_TO_CATCH_UP
-        # A proposer cannot draft for a packed request: its KV shares the target's page table.
-        return 0 if has_backlog or state.request.is_packed else min(limit, PROPOSER_NODES)
+        most = np.minimum(limits, PROPOSER_NODES)
+        if is_busy:
+            most[num_uncached > FEW_TO_CATCH_UP] = 0
+        requests = [state.request for state in states]
+        most[[each.extras.kv_budget > 0 and each.is_packed for each in requests]] = 0
+        return most
+
+    def _may_propose(self, state: DraftState, known: Draft) -> bool:
+        """Whether the proposer may draft beside a looked-up chain, at a fixed depth.
+
+        It does not if the chain is sure to be accepted, such as tokens that a grammar forces.
+        """
+        is_sure = bool(known.survival) and known.survival[-1] >= SURE
+        return not (is_sure or state.request.is_packed)
 
     def _allocate(
-        self, states: Sequence[DraftState], limits: Sequence[int], candidates: StepCandidates
-    ) -> Sequence[DraftPlan]:
+        self,
+        states: Sequence[DraftState],
+        limits: Sequence[int],
+        candidates: StepCandidates,
+        trees: Sequence[GuessTree | None],
+    ) -> list[DraftPlan]:
         """Return the controller's draft for each request; pause look-ups that find nothing."""
         allocation = self.controller.allocate(candidates)
         may_back_off = self._overlaps or self._is_deciding_dear(candidates.num_decodes)
@@ -249,21 +297,22 @@ class DraftSpeculator(Speculator):
         num_proposing = max(1, int(np.count_nonzero(allocation.num_proposer)))
         weighs = self._proposer is not None and self._proposer.weighs
         prices = _TreePrices.of(allocation, num_proposing) if weighs else None
-        plans = []
-        for at, (state, limit, num_nodes, depth) in enumerate(
-            zip(states, limits, num_lookup, depths, strict=True)
+        plans = [NO_DRAFT_PLAN] * len(states)
+        for at, (state, tree, num_nodes, depth) in enumerate(
+            zip(states, trees, num_lookup, depths, strict=True)
         ):
             if depth:
-                most = min(limit, PROPOSER_NODES, depth + room // num_proposing)
+                most = min(limits[at], PROPOSER_NODES, depth + room // num_proposing)
                 alone = DraftPlan(max_draft=depth)
-                plans.append(alone if prices is None else prices.plan(state.tree, most, at))
-            elif num_nodes and state.tree is not None:
-                plans.append(DraftPlan(state.tree.draft(num_nodes)))
+                plans[at] = alone if prices is None else prices.plan(tree, most, at)
+            elif num_nodes and tree is not None:
+                plans[at] = DraftPlan(tree.draft(num_nodes))
+            if state.paused_until and state.is_paused(0):
+                continue
+            if plans[at].draft.token_ids:  # looked-up tokens only
+                state.num_fruitless = 0
             else:
-                plans.append(NO_DRAFT_PLAN)
-            if not state.is_paused(0):
-                rows = len(plans[-1].draft.token_ids)  # looked-up rows only
-                state.note_drafted(rows, step=self._num_steps, may_back_off=may_back_off)
+                state.note_fruitless(step=self._num_steps, may_back_off=may_back_off)
         return plans
 
     def _is_deciding_dear(self, num_decodes: int) -> bool:
@@ -295,24 +344,24 @@ class DraftSpeculator(Speculator):
         self._num_steps += 1
         if output.lost_proposer and self._proposer is not None:
             self._proposer, self._lost_proposer, self._uses_proposer = None, True, False
-        decodes = [
-            out
-            for scheduled, out in zip(plan.requests, output.requests, strict=True)
-            if scheduled.stop - scheduled.start == 1
-        ]
+        pairs = list(zip(plan.requests, output.requests, strict=True))
+        decodes = [out for each, out in pairs if each.stop - each.start == 1]
+        num_drafted = map(len, [out.draft.token_ids for out in output.requests])
         use, draft_s = self._proposer_use, output.times.get("draft", 0.0)
         self.controller.costs.observe(
             num_rows=output.num_rows,
             num_requests=len(decodes),
-            num_tokens=sum(len(out.token_ids) for out in decodes),
+            num_tokens=sum(map(len, [out.token_ids for out in decodes])),
             forward_s=output.times.get("forward", 0.0),
             draft_s=draft_s,
             seconds=seconds,
             with_prompts=len(decodes) < len(plan.requests),
             with_proposer=bool(use.passes),
             num_keys=sum(
-                each.start * (each.stop - each.start - 1 + len(out.draft.token_ids))
-                for each, out in zip(plan.requests, output.requests, strict=True)
+                [
+                    each.start * (each.stop - each.start - 1 + count)
+                    for each, count in zip(plan.requests, num_drafted, strict=True)
+                ]
             ),
         )
         self.controller.costs.observe_draft(use.passes, draft_s)
@@ -332,7 +381,8 @@ class DraftSpeculator(Speculator):
         """
         if self._depth(request) == 0:
             return
-        self._state_of(request).proposer_len = request.num_computed if self._uses_proposer else 0
+        (state,) = self._states_of([request])
+        state.proposer_len = request.num_computed if self._uses_proposer else 0
         self._indexer.join(request)
 
     def leave(self, request: Request) -> None:

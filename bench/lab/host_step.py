@@ -46,6 +46,7 @@ from ...core.interface.sampling import SamplingMetadata, TokenSamplingParams
 from ...core.ops.triton.graph import step
 from ...core.ops.triton.graph.lm_head import FusedLmHead
 from ...core.ops.triton.graph_inputs import GraphInputs
+from ...core.scheduling import scheduler as scheduling
 from ...core.scheduling.request_table import SchedulerLimits
 from ...core.scheduling.scheduler import Scheduler
 from ...draft.control.cost_model import StepProfile
@@ -160,7 +161,7 @@ def functions_of(engine: Engine) -> list[Function]:
         (scheduler, "schedule", "schedule"),
         (step_executor, "plan_next", "schedule"),
         (speculator, "plan", "Speculator.plan"),
-        (scheduler, "_schedule_with_draft", "pages"),
+        (scheduling, "decode_rows", "pages"),
         (runner, "launch", "launch"),
         *([] if proposer is None else [(proposer, "propose", MODEL)]),
         (StepLayout, "of", "layout"),

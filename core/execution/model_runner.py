@@ -8,7 +8,7 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import takewhile
+from itertools import chain, takewhile
 
 import numpy as np
 import torch
@@ -217,10 +217,24 @@ class ModelRunner:
         proposed = self._propose(plan, on_kernels_started)
         if plan.is_plain:
             return [NO_DRAFT] * len(plan.requests)
+        if not proposed and self._are_valid_chains(plan.requests):
+            return [scheduled.draft_plan.draft for scheduled in plan.requests]
         return [
             self._draft(scheduled, proposed.get(index, NO_DRAFT))
             for index, scheduled in enumerate(plan.requests)
         ]
+
+    def _are_valid_chains(self, requests: Sequence[ScheduledRequest]) -> bool:
+        """Whether all planned drafts are looked-up chains of known tokens, verified as planned."""
+        plans = [scheduled.draft_plan for scheduled in requests]
+        if [1 for plan in plans if plan.max_draft or plan.draft.parents]:  # faster than `any`
+            return False
+        drafts = [plan.draft.token_ids for plan in plans if plan.draft.token_ids]
+        if not set(map(type, drafts)) <= {array}:
+            return False
+        least = min(chain.from_iterable(drafts), default=0)
+        most = max(chain.from_iterable(drafts), default=0)
+        return least >= 0 and most < self.decoder.config.vocab_size
 
     def _draft(self, scheduled: ScheduledRequest, proposed: Draft) -> Draft:
         """Return ``proposed`` if it has tokens, otherwise the looked-up draft of the plan."""
@@ -414,7 +428,10 @@ class ModelRunner:
     def _verify(self, work: LaunchedStep) -> list[Verified]:
         """Return the outcome of each request; `NOTHING_VERIFIED` for a request without sampling."""
         logits = work.layout.sampled_logits(work.output.logits)
-        found = iter(self._verified(logits, work.layout, work.tokens))
+        verified = self._verified(logits, work.layout, work.tokens)
+        if len(verified) == len(work.layout.samples):
+            return [*verified]
+        found = iter(verified)
         return [next(found) if samples else NOTHING_VERIFIED for samples in work.layout.samples]
 
     def _verified(

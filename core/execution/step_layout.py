@@ -150,7 +150,7 @@ def add_rows(
     num_logits: int,
 ) -> None:
     """Add the rows of a request without extras to ``rows``, laid out as by `request_segments`."""
-    page_ids, runs = scheduled.page_ids, draft.runs if draft.parents else ()
+    page_ids, runs = scheduled.page_ids, draft.runs
     if len(runs) > 1:
         spare = scheduled.spare_page_ids
         args = (draft.token_ids, draft.parents, runs, spare)
@@ -266,12 +266,14 @@ class StepLayout:
             row += len(tokens) + num_drafted
             count = num_logits(scheduled, num_drafted, samples=samples)
             logit += count
-            if rows is not None:
-                add_rows(rows, scheduled, tokens, draft, count)
-            else:
+            if rows is None:
                 layout.segments.extend(
                     request_segments(scheduled, tokens, draft, page_size, samples=samples)
                 )
+            elif draft.parents:
+                add_rows(rows, scheduled, tokens, draft, count)
+            else:
+                rows.add(tokens, scheduled.start, count, scheduled.page_ids, token_ids)
             if samples:
                 sampled_rows.extend(range(logit - num_drafted - 1, logit))
                 sampling, parents = scheduled.sampling, draft.parents
@@ -293,6 +295,9 @@ class StepLayout:
         """
         if len(self.sampled_rows) != num_logits:
             return None
+        if not [draft for draft in self.drafts if draft.parents]:  # faster than `any`
+            lens = map(len, [drafted.draft for drafted in self.drafted])
+            return SamplingPlan(self.drafted, [1 + num_nodes for num_nodes in lens])
         rows, counts = list[DraftedRow](), list[int]()
         drafts = [
             draft for draft, samples in zip(self.drafts, self.samples, strict=True) if samples
@@ -348,7 +353,7 @@ class StepLayout:
         """
         return [
             _pooled(each.sampling.pooling, hidden[row + each.stop - each.start - 1], logits[logit:])
-            if each.pools and each.sampling.pooling is not None
+            if each.sampling.pooling is not None and each.pools
             else None
             for each, row, logit in zip(
                 self.requests, self.first_rows, self.first_logits, strict=True

@@ -110,9 +110,12 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
         The host then needs no chosen token to plan the next step.
         """
-        return self.is_plain and all(
-            scheduled.stop - scheduled.start == 1
-            and scheduled.samples
-            and not scheduled.sampling.needs_history
-            for scheduled in self.requests
-        )
+        if not self.is_plain:
+            return False
+        for scheduled in self.requests:
+            is_decode = scheduled.stop - scheduled.start == 1
+            if not is_decode or scheduled.sampling.needs_history:
+                return False
+            if not (scheduled.is_ahead or scheduled.samples):  # rows that are ahead always sample
+                return False
+        return True

@@ -126,33 +126,42 @@ def follow_choices(
     """Verify drafts like `verify`, with the target's tokens of all rows given as ``choices``."""
     starts = first_rows(logits, requests)
     return [
-        _followed(logits, request, start, choices)
-        for request, start in zip(requests, starts, strict=True)
+        _followed(logits, request, start, stop, choices)
+        for request, start, stop in zip(requests, starts, [*starts[1:], len(logits)], strict=True)
     ]
 
 
-def _followed(logits: Tensor, request: DraftedRow, start: int, choices: Choices) -> Verified:
-    draft = request.draft
-    chosen = choices.token_ids[start : start + 1 + len(draft)]  # after the tokens, then each node
-    path = _path(draft, request.parents, chosen) if draft else ()
-    token_ids = [chosen[0], *[chosen[1 + node] for node in path]]
+def _followed(
+    logits: Tensor, request: DraftedRow, start: int, stop: int, choices: Choices
+) -> Verified:
+    """Return the outcome of a request whose rows of the logits are [start, stop)."""
+    chosen = choices.token_ids[start:stop]  # after the request's own tokens, then after each node
+    if request.parents:
+        path = _path(request.draft, request.parents, chosen)
+        token_ids = [chosen[0], *[chosen[1 + node] for node in path]]
+    else:
+        num_accepted = 0
+        for drafted, token in zip(request.draft, chosen, strict=False):
+            if drafted != token:
+                break
+            num_accepted += 1
+        path, token_ids = tuple(range(num_accepted)), [*chosen[: num_accepted + 1]]
     error = None
     if token_ids[-1] < 0:
         token_ids.pop()
         error = choices.errors[start + (1 + path[-1] if path else 0)]
-    logprobs = _logprobs(logits, request, start, token_ids, path)
+    logprobs: tuple[TokenLogprob, ...] = ()
+    if request.sampling.params.logprobs is not None:
+        logprobs = _logprobs(logits, request, start, token_ids, path)
     return Verified(tuple(token_ids), path, logprobs, error)
 
 
 def _path(draft: Sequence[int], parents: Sequence[int], chosen: Sequence[int]) -> tuple[int, ...]:
-    """Return the accepted nodes. ``chosen``: tokens after the request's own, then after each node.
+    """Return the accepted nodes of a draft tree.
 
-    A node comes after its parent, so one pass over the nodes finds the path.
+    ``chosen``: tokens after the request's own, then after each node. A node comes after its parent,
+    so one pass over the nodes finds the path.
     """
-    if not parents:
-        pairs = enumerate(zip(draft, chosen, strict=False))
-        differs = next((at for at, (drafted, token) in pairs if drafted != token), len(draft))
-        return tuple(range(differs))
     path, last, token = list[int](), -1, chosen[0]
     for node, (drafted, parent) in enumerate(zip(draft, parents, strict=True)):
         if parent == last and drafted == token:
@@ -166,7 +175,8 @@ def first_rows(logits: Tensor, requests: Sequence[DraftedRow]) -> list[int]:
 
     Raises ValueError if ``logits`` do not have one row more for each request than its draft.
     """
-    starts = list(accumulate((len(request.draft) + 1 for request in requests), initial=0))
+    lens = map(len, [request.draft for request in requests])
+    starts = list(accumulate([num_nodes + 1 for num_nodes in lens], initial=0))
     if starts.pop() != len(logits):
         raise ValueError(f"{len(logits)} rows of logits for {len(requests)} drafts")
     return starts

@@ -1,11 +1,12 @@
-"""Accounting of committed steps: usage, charges for drafts, and the speculator's statistics.
+"""Accounting of steps: charges to tenants, usage, and the speculator's statistics.
 
-The next plan does not depend on the accounting, so it is done while the next step computes.
+Planned tokens are charged when they are planned. The next plan does not depend on the rest, which
+is done while the next step computes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import msgspec
 
@@ -27,7 +28,7 @@ class CommittedRow(msgspec.Struct, frozen=True, gc=False):
 
 
 class StepAccounts:
-    """Rows of the last committed step that are not accounted for yet.
+    """Charges for planned tokens, and the rows of the last commit that are not accounted for yet.
 
     ``charge`` charges a tenant for a number of tokens. A row is accounted for before its delta is
     delivered and before the next commit.
@@ -43,10 +44,37 @@ class StepAccounts:
         A row that ends its request, or may have a draft from the proposer, is accounted for now:
         the speculator forgets a request at its end, and its next plan depends on the proposer's KV.
         """
-        if row.delta.terminal or row.scheduled.draft_plan.max_draft:
+        delta = row.delta
+        is_over = delta.finish_reason is not None or delta.error is not None
+        if is_over or row.scheduled.draft_plan.max_draft:
             self._account(row)
         else:
             self._open.append(row)
+
+    def charge(self, request: Request, num_tokens: int) -> None:
+        """Charge the request's tenant for ``num_tokens`` planned tokens.
+
+        Tokens that were charged earlier but not computed are deducted.
+        """
+        num_due = max(0, num_tokens - request.num_charged_not_computed)
+        request.num_charged_not_computed -= num_tokens - num_due
+        self._charge(request.tenant, num_due)
+
+    def charge_decodes(self, requests: Iterable[Request]) -> None:
+        """Charge the tenant of each request for one planned token, as `charge` does.
+
+        Drafts are charged after verification, because their number is not known before.
+        """
+        num_due: dict[Tenant, int] = {}
+        for request in requests:
+            if request.num_charged_not_computed:
+                request.num_charged_not_computed -= 1
+            elif request.tenant in num_due:
+                num_due[request.tenant] += 1
+            else:
+                num_due[request.tenant] = 1
+        for tenant, num_tokens in num_due.items():
+            self._charge(tenant, num_tokens)
 
     def settle(self) -> None:
         """Account for all rows that are not accounted for yet."""

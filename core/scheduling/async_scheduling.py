@@ -36,13 +36,18 @@ def plan_next(scheduler: Scheduler, plan: StepPlan, now: float) -> StepPlan | No
     scheduler.cache.tick(now)
     scheduler.request_table.begin_round(now)
     planned = []
+    page_size = scheduler.cache.page_size
     for scheduled, request in continuing:
-        upto = request.kv_len(scheduled.stop + 1)
-        if request.lease is None or not scheduler.cache.extend(request.lease, upto):
+        upto, lease = scheduled.stop + 1, request.lease
+        if request.extras.kv_budget:
+            upto = request.kv_len(upto)
+        if lease is None:
             return None
-        planned.append(_next_row(scheduled, request, request.lease.page_ids[:]))
-    for _, request in continuing:
-        scheduler.charge(request, 1)
+        has_pages = upto <= len(lease.page_ids) * page_size
+        if not has_pages and not scheduler.cache.extend(lease, upto):
+            return None
+        planned.append(_next_row(scheduled, request, lease.page_ids[:]))
+    scheduler.accounts.charge_decodes(requests)
     return scheduler.make_plan(planned, is_plain=True)
 
 
@@ -54,9 +59,9 @@ def _continuing(scheduler: Scheduler, plan: StepPlan) -> list[tuple[ScheduledReq
     """
     running = scheduler.running
     here = [
-        (scheduled, request)
+        (scheduled, running[scheduled.request_id])
         for scheduled in plan.requests
-        if (request := running.get(scheduled.request_id))
+        if scheduled.request_id in running
     ]
     continuing = [
         (scheduled, request) for scheduled, request in here if scheduled.stop + 1 < request.max_len
@@ -65,9 +70,8 @@ def _continuing(scheduler: Scheduler, plan: StepPlan) -> list[tuple[ScheduledReq
     num_loading = 0 if scheduler.page_loads is None else scheduler.page_loads.num_loading
     if len(here) + num_loading < len(running) or (len(scheduler.waiting) and has_places):
         return []
-    if any(
-        request.next_packing(scheduled.stop - 1) == scheduled.stop for scheduled, request in here
-    ):
+    packed = [each for each in here if each[1].extras.kv_budget]
+    if any(each.next_packing(scheduled.stop - 1) == scheduled.stop for scheduled, each in packed):
         return []  # a packing of KV is due, which depends on the outcome and frees pages
     if scheduler.cache.states is not None and _moves_states(scheduler.cache.page_size, here):
         return []

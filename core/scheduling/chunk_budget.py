@@ -140,7 +140,7 @@ class ChunkBudget:
 
 def num_step_tokens(requests: Iterable[ScheduledRequest]) -> int:
     """Return the number of tokens that a step computes for ``requests``, drafts excluded."""
-    return sum(scheduled.stop - scheduled.start for scheduled in requests)
+    return sum([scheduled.stop - scheduled.start for scheduled in requests])
 
 
 def num_chunk_tokens(requests: Iterable[ScheduledRequest]) -> int:

@@ -176,9 +176,11 @@ def _check(plans: Sequence[DraftPlan], limits: Sequence[int], budget: int) -> No
     for plan, limit in zip(plans, limits, strict=True):
         if plan is NO_DRAFT_PLAN:
             continue
-        num_rows += plan.num_rows
-        if plan.depth > limit or num_rows > budget:
+        own_rows = plan.num_rows
+        num_rows += own_rows
+        depth = plan.depth if plan.draft.parents else own_rows
+        if depth > limit or num_rows > budget:
             raise ValueError(
-                f"the speculator planned a draft {plan.depth} tokens deep (at most {limit} are "
+                f"the speculator planned a draft {depth} tokens deep (at most {limit} are "
                 f"allowed) and {num_rows} draft rows so far (at most {budget})"
             )

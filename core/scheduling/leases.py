@@ -1,22 +1,18 @@
 """Leases of KV pages: acquire, publish and release them as a request's cache options allow.
 
-`awaits_prefix` and `would_fit` are the admission rules that concern pages. Drafts get free pages
-only: cached pages are never evicted for a draft. After the step the scheduler shrinks the lease to
-the committed tokens.
+`awaits_prefix` and `would_fit` are the admission rules that concern pages.
 """
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Collection, Iterable
 
 from msgspec.structs import replace
 
 from ...radix_cache import KVLease, PrefixCache
-from ..interface.draft import NO_DRAFT_PLAN, DraftPlan
-from ..interface.plan import NO_PAGES
+from ..interface.plan import ScheduledRequest
 from ..interface.request import Request
-from .states import as_chain, claim_states
+from .states import claim_states
 
 # A preempted request is admitted only if each running request could grow by this many tokens.
 RETURN_GROWTH = 64
@@ -205,34 +201,27 @@ def hold_prompt(cache: PrefixCache, request: Request) -> None:
     request.transfer = replace(request.transfer, handed=held)
 
 
-def allocate_draft_pages(
-    cache: PrefixCache, lease: KVLease, num_tokens: int, plan: DraftPlan
-) -> tuple[DraftPlan, array[int]]:
-    """Return the part of ``plan`` that fits into pages, and the pages for its nodes off the trunk.
+def settle_pages(
+    cache: PrefixCache, request: Request, scheduled: ScheduledRequest, *, with_drafts: bool
+) -> None:
+    """Publish the pages that a step completed, and free the pages that it had too many.
 
-    Pages are allocated after the first ``num_tokens`` tokens. If the longest path does not fit into
-    the free pages, the plan becomes a shorter chain. The pages for nodes off the trunk are private
-    pages at the lease's end, which `PrefixCache.shrink` frees. There may be too few of them for all
-    nodes; then the runner drops the last nodes.
+    Only drafts and packing leave surplus pages. The pages of an answer are published when it ends.
     """
-    if plan is NO_DRAFT_PLAN:
-        return plan, NO_PAGES
-    if lease.state is not None:
-        plan = as_chain(plan)
-    depth = plan.depth
-    room = (len(lease.page_ids) + cache.num_free_pages) * cache.page_size - num_tokens
-    cache.extend(lease, num_tokens + min(depth, room), evict=False)
-    if depth > room:
-        draft, max_draft = plan.draft.trunk().first_nodes(room), min(plan.max_draft, room)
-        return replace(plan, draft=draft, max_draft=max_draft, may_branch=False), NO_PAGES
-    wanted = -(-plan.num_beside_trunk // cache.page_size)
-    if wanted == 0:
-        return plan, NO_PAGES
-    count = min(wanted, cache.num_free_pages)
-    if count == 0:
-        return plan, NO_PAGES
-    cache.extend(lease, (len(lease.page_ids) + count) * cache.page_size, evict=False)
-    return plan, lease.page_ids[-count:]
+    lease = request.lease
+    if lease is None:
+        return
+    has_kept = lease.state is not None and lease.state.keeps
+    is_chunk = scheduled.stop - scheduled.start > 1
+    if is_chunk or has_kept or scheduled.start < request.sampling.prompt_len:
+        publish(cache, request)
+    if with_drafts or scheduled.extras.pack is not None:
+        upto = len(request.tokens)
+        if request.extras.kv_budget:
+            # A packing that is due still reads the pages of all tokens.
+            upto = max(request.kv_len(request.num_computed), request.kv_len(upto))
+        if upto <= (len(lease.page_ids) - 1) * cache.page_size:
+            cache.shrink(lease, upto)
 
 
 def _count_written(request: Request, written: range, page_size: int) -> None:

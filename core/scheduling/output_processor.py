@@ -6,8 +6,6 @@ ids, log-probabilities, text and counts agree.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from ..errors import DeadlineExceeded, ForetokenError, InvalidRequest
 from ..interface.output import Refusal, RequestOutput, TokenLogprob
 from ..interface.plan import ScheduledRequest
@@ -20,11 +18,20 @@ def take_output(request: Request, scheduled: ScheduledRequest, out: RequestOutpu
 
     Raises any error of the request's ``on_token``.
     """
-    delta = Delta()
+    delta, tokens, token_ids = Delta(), request.tokens, out.token_ids
     if out.prompt_logprobs:
         delta.prompt_logprobs = _new_prompt_logprobs(request, scheduled, out)
-    _append(request, out, delta)
-    request.num_computed = min(scheduled.stop + len(out.path), len(request.tokens))
+    cannot_end = (
+        request.on_token is None
+        and len(tokens) + len(token_ids) < request.max_len
+        and request.stop_ids.isdisjoint(token_ids)
+    )
+    if cannot_end:
+        tokens.extend(token_ids)
+        delta.token_ids, delta.logprobs = [*token_ids], [*out.logprobs]
+    else:
+        _append(request, out, delta)
+    request.num_computed = min(scheduled.stop + len(out.path), len(tokens))
     if out.pooled is not None:
         delta.pooled, delta.finish_reason = out.pooled, FinishReason.STOP
     return delta
@@ -59,13 +66,9 @@ def late_end(request: Request) -> Delta:
 
 
 def _append(request: Request, out: RequestOutput, delta: Delta) -> None:
+    """Append tokens one by one, up to the one that ends the answer, if any."""
     if out.token_ids and not request.sampling.generates:
         delta.finish_reason = FinishReason.LENGTH
-        return
-    if _cannot_end(request, out.token_ids):
-        request.tokens.extend(out.token_ids)
-        delta.token_ids.extend(out.token_ids)
-        delta.logprobs.extend(out.logprobs)
         return
     for index, token_id in enumerate(out.token_ids):
         request.tokens.append(token_id)
@@ -75,15 +78,6 @@ def _append(request: Request, out: RequestOutput, delta: Delta) -> None:
         _end_at(request, token_id, delta)
         if delta.terminal:
             return
-
-
-def _cannot_end(request: Request, token_ids: Sequence[int]) -> bool:
-    """Whether no token of ``token_ids`` can end the answer."""
-    return (
-        request.on_token is None
-        and request.stop_ids.isdisjoint(token_ids)
-        and len(request.tokens) + len(token_ids) < request.max_len
-    )
 
 
 def _end_at(request: Request, token_id: int, delta: Delta) -> None:

@@ -166,6 +166,10 @@ class RequestTable:
         self._num_arrived = 0
         self._now = 0.0  # time of the latest arrival or round
 
+        # The request that did not fit last and the tree's version then, and the available pages.
+        self._refused: tuple[str, int] | None = None
+        self._refused_at = 0
+
     def __len__(self) -> int:
         return len(self._by_id)
 
@@ -263,9 +267,26 @@ class RequestTable:
                 self.waiting.pass_over(request)
                 num_passed += 1
                 continue
-            if not would_fit(cache, request, self.running.values()):
+            if not self._fits(cache, request):
                 return  # later requests must not take pages before this one
             yield request
+
+    def _fits(self, cache: PrefixCache, request: Request) -> bool:
+        """Whether a waiting request fits into the pool now.
+
+        A request that did not fit is compared again only after a change of the cached pages or of
+        their locks (an admission or an end of a request is one), or if more pages are available.
+        Otherwise the running requests have grown, and the room has not. With recurrent states the
+        room for them may change without either, so the request is compared in each round.
+        """
+        num_available = cache.num_available_pages
+        refused = request.request_id, cache.tree.version
+        if refused == self._refused and num_available <= self._refused_at and cache.states is None:
+            return False
+        fits = would_fit(cache, request, self.running.values())
+        self._refused = None if fits else refused
+        self._refused_at = num_available
+        return fits
 
     def short_ones(
         self, cache: PrefixCache, loads: PageLoads | None, most: tuple[int, int]
@@ -316,6 +337,19 @@ class RequestTable:
         del self.running[request.request_id]
         request.status = RequestStatus.WAITING
         self.waiting.add(request)
+
+    def victim(self, planned: Iterable[str]) -> Request | None:
+        """Return the request to preempt: the last running request in order that is not planned.
+
+        A request whose pages are being loaded is not preempted. Returns None if no request is left.
+        """
+        last_first = reversed(self.running.values())
+        free = (
+            each
+            for each in last_first
+            if each.transfer.load is None and each.request_id not in planned
+        )
+        return next(free, None)
 
     def discard(self, request: Request) -> None:
         """Remove a request that ended."""

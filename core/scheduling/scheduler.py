@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from ...radix_cache import PrefixCache
 from ...radix_cache.audit import Steps, run
 from ..errors import ForetokenError, InvalidRequest
-from ..interface.draft import NO_DRAFT_PLAN, DraftPlan
+from ..interface.draft import NO_DRAFT_PLAN
 from ..interface.extras.branches import chunk_stop
 from ..interface.extras.request_extras import PLAIN_REQUEST
 from ..interface.extras.tiers import KVTiers
@@ -39,33 +39,32 @@ from .chunk_budget import ChunkBudget, short_prompt_share
 from .guarded_speculator import guarded
 from .leases import (
     acquire_kv,
-    allocate_draft_pages,
     awaits_prefix,
     end_turn,
     hold_prompt,
     num_uncached_tokens,
     pin_prompt,
-    publish,
     release_kv,
+    settle_pages,
     would_fit,
 )
 from .output_processor import late_end, request_error, take_output
 from .page_loads import PageLoads
 from .request_table import NO_ARRIVALS, PendingArrivals, RequestTable, SchedulerLimits
 from .shares import (
-    draft_limits,
-    draft_row_budget,
+    decode_rows,
+    plan_drafts,
+    ready_to_decode,
     schedule_request,
     share_chunk_tokens,
-    without_proposer,
+    token_counts,
     without_suspects,
 )
-from .states import MAX_STATE_DRAFT, use_state, want_states
+from .states import use_state, want_states
 
 logger = logging.getLogger(__name__)
 Event = tuple[Request, Delta]
 MAX_CLAIMS = 16  # maximum number of waiting requests for which a new prompt keeps states
-MAX_DRAFT = 64  # maximum number of draft tokens along one path of a request's draft
 
 
 class Scheduler:
@@ -102,7 +101,7 @@ class Scheduler:
         self.capacity = min(limits.max_model_len, pool)
         self.request_table = RequestTable(limits, self.capacity)
         self.running, self.waiting = self.request_table.running, self.request_table.waiting
-        self._accounts = StepAccounts(self.speculator, self.waiting.charge)
+        self.accounts = StepAccounts(self.speculator, self.waiting.charge)
         self.num_preemptions = 0
         self.num_packed_away_tokens = 0  # number of answer tokens whose KV was packed away
         self.openings: Sequence[array[int]] = ()  # `set_openings` sets them
@@ -243,21 +242,28 @@ class Scheduler:
             self.page_loads.begin_round(now)
         budget = self.limits.max_batch_tokens
         running = self.running.values()
-        decodes = self._plan_decodes([each for each in running if each.num_pending == 1], budget)
+        decodes = self._plan_decodes(ready_to_decode(running), budget)
         budget -= len(decodes)
         max_chunk_tokens = self._chunk_budget.limit(len(decodes), budget)
         prefills = []
         if len(running) > len(decodes):
             prefills = [e for e in running if e.num_pending > 1 and e.transfer.load is None]
-        drafts = self._plan_drafts(decodes, prefills, budget, max_chunk_tokens)
-        budget = min(max_chunk_tokens, budget - sum(plan.num_rows for plan in drafts or ()))
-        chunks = self._plan_chunks(prefills, budget, {each.request_id for each in decodes}, now)
+        num_prompt_tokens = sum([each.num_pending for each in prefills]) + self.waiting.num_tokens
+        num_prefill = min(max_chunk_tokens, num_prompt_tokens)
+        drafts = plan_drafts(
+            self.speculator, self.cache, decodes, spare=budget, num_prefill=num_prefill
+        )
+        chunks = []
+        if prefills or len(self.waiting):
+            budget = min(max_chunk_tokens, budget - sum([each.num_rows for each in drafts or ()]))
+            chunks = self._plan_chunks(prefills, budget, {each.request_id for each in decodes}, now)
         if any(self.running[each.request_id].is_suspect for each in chunks):
             drafts = None  # a suspect runs without drafts, which could cause a failure, too
 
         # Drafts get pages last: evicting cached pages for drafts would cost prefix hits.
-        scheduled = list(map(self._schedule_with_draft, decodes, drafts or repeat(NO_DRAFT_PLAN)))
-        return self.make_plan(scheduled + chunks, is_plain=drafts is None)
+        rows = decode_rows(self.cache, decodes, drafts or repeat(NO_DRAFT_PLAN))
+        self.accounts.charge_decodes(decodes)
+        return self.make_plan(rows + chunks, is_plain=drafts is None)
 
     def make_plan(self, scheduled: list[ScheduledRequest], *, is_plain: bool) -> StepPlan:
         """Return a plan of ``scheduled``, with the pages and released ids since the last plan."""
@@ -289,65 +295,20 @@ class Scheduler:
         Returns the requests that got one, in order, at most ``budget``.
         """
         planned: dict[str, Request] = {}
-        for request in ready[:budget]:
-            upto = request.kv_len(len(request.tokens))
-            if request.lease is not None and self._reserve(request, upto, planned):
+        ready, page_size = ready[:budget], self.cache.page_size
+        for request, count in zip(ready, token_counts(ready), strict=True):
+            upto = request.kv_len(count) if request.extras.kv_budget else count
+            if (lease := request.lease) is not None and (
+                upto <= len(lease.page_ids) * page_size or self._reserve(request, upto, planned)
+            ):
                 planned[request.request_id] = request
         return list(planned.values())
 
-    def _plan_drafts(
-        self, decodes: list[Request], prefills: list[Request], spare: int, max_chunk_tokens: int
-    ) -> Sequence[DraftPlan] | None:
-        """Plan the drafts of ``decodes`` within ``spare`` rows; None if no request drafts.
-
-        Waiting and running prompts may need up to ``max_chunk_tokens`` rows.
-        """
-        if not decodes or self.speculator.drafts_nothing(decodes):
-            return None
-        depth_cap = MAX_DRAFT if self.cache.states is None else MAX_STATE_DRAFT
-        limits = draft_limits(decodes, depth_cap)
-        if not any(limits):
-            return None
-        num_prompt_tokens = sum(each.num_pending for each in prefills) + self.waiting.num_tokens
-        num_pending = min(max_chunk_tokens, num_prompt_tokens)
-        budget = draft_row_budget(spare, others_wait=num_pending > 0)
-        plans = self.speculator.plan(decodes, limits, budget=budget, num_prefill=num_pending)
-        return [
-            without_proposer(plan) if request.is_packed else plan
-            for request, plan in zip(decodes, plans, strict=True)
-        ]
-
-    def _schedule_with_draft(self, request: Request, plan: DraftPlan) -> ScheduledRequest:
-        stop = len(request.tokens)
-        if request.lease is None or plan is NO_DRAFT_PLAN:
-            return self._schedule(request, stop)
-        num_places = request.kv_len(stop)
-        plan, spare_page_ids = allocate_draft_pages(self.cache, request.lease, num_places, plan)
-        return self._schedule(request, stop, plan, spare_page_ids)
-
-    def _schedule(
-        self,
-        request: Request,
-        stop: int,
-        plan: DraftPlan = NO_DRAFT_PLAN,
-        spare_page_ids: array[int] = NO_PAGES,
-    ) -> ScheduledRequest:
-        """Schedule a request and charge its tenant at once: the next admission may depend on that.
-
-        Drafts are charged after verification, because their number is not known before.
-        """
-        self.charge(request, stop - request.num_computed)
+    def _schedule_chunk(self, request: Request, stop: int) -> ScheduledRequest:
+        """Schedule a chunk and charge its tenant at once: the next admission may depend on that."""
+        self.accounts.charge(request, stop - request.num_computed)
         state = None if self.cache.states is None else use_state(self.cache, request, stop)
-        return schedule_request(request, stop, plan, spare_page_ids, state)
-
-    def charge(self, request: Request, num_tokens: int) -> None:
-        """Charge the request's tenant for ``num_tokens`` planned tokens.
-
-        Tokens that were charged earlier but not computed are deducted.
-        """
-        num_due = max(0, num_tokens - request.num_charged_not_computed)
-        request.num_charged_not_computed -= num_tokens - num_due
-        self.waiting.charge(request.tenant, num_due)
+        return schedule_request(request, stop, state=state)
 
     def _plan_chunks(
         self, prefills: list[Request], budget: int, planned: set[str], now: float
@@ -437,7 +398,7 @@ class Scheduler:
             if stop > request.num_computed and self._reserve(
                 request, request.kv_len(stop), planned, preempt_self=False
             ):
-                chunks.append(self._schedule(request, stop))
+                chunks.append(self._schedule_chunk(request, stop))
                 planned.add(request.request_id)
         return chunks
 
@@ -481,24 +442,11 @@ class Scheduler:
         whether the request itself may be preempted as the last one.
         """
         while request.lease is not None and not self.cache.extend(request.lease, upto):
-            victim = self._victim(planned)
+            victim = self.request_table.victim(planned)
             if victim is None or (victim is request and not preempt_self):
                 return False
             self._preempt(victim)
         return request.lease is not None
-
-    def _victim(self, planned: Iterable[str]) -> Request | None:
-        """Return the request to preempt: the last running request in order that is not planned.
-
-        A request whose pages are being loaded is not preempted. Returns None if no request is left.
-        """
-        last_first = reversed(self.running.values())
-        free = (
-            each
-            for each in last_first
-            if each.transfer.load is None and each.request_id not in planned
-        )
-        return next(free, None)
 
     def _preempt(self, request: Request) -> None:
         """Release a request's pages and queue it again; computed pages stay cached."""
@@ -565,14 +513,12 @@ class Scheduler:
         """
         self.account()
         self._chunk_budget.observe(plan, output)
-        events = []
+        events, with_drafts = list[Event](), not plan.is_plain
         for scheduled, out in zip(plan.requests, output.requests, strict=True):
-            request = self.running.get(scheduled.request_id)
-            if request is None:
+            if scheduled.request_id not in self.running:
                 continue
-            delta = self._commit_request(
-                request, scheduled, out, now, with_drafts=not plan.is_plain
-            )
+            request = self.running[scheduled.request_id]
+            delta = self._commit_request(request, scheduled, out, now, with_drafts=with_drafts)
             if delta.token_ids or delta.prompt_logprobs or delta.terminal:
                 events.append((request, delta))
         return events
@@ -583,7 +529,7 @@ class Scheduler:
         The next plan does not depend on this, so it may be done while the next step computes. It
         must be done before the deltas of the commit are delivered.
         """
-        self._accounts.settle()
+        self.accounts.settle()
 
     def _commit_request(
         self,
@@ -614,24 +560,15 @@ class Scheduler:
         if out.error is not None and not delta.terminal:
             delta.error = request_error(request, out)
         row = CommittedRow(request, scheduled, out, delta, now, is_plain=not with_drafts)
-        self._accounts.add(row)
-        if delta.terminal:
+        self.accounts.add(row)
+        if delta.finish_reason is not None or delta.error is not None:
             self._finish(request, delta, now, keep=out.error is None)
-        elif (lease := request.lease) is not None:
-            has_kept = lease.state is not None and lease.state.keeps
-            is_chunk = scheduled.stop - scheduled.start > 1
-            if is_chunk or has_kept or scheduled.start < request.prompt_len:
-                publish(self.cache, request)
-            if with_drafts or extras.pack is not None:
-                # Only drafts and packing leave surplus pages. A packing that is due still reads the
-                # pages of all tokens.
-                upto = max(
-                    request.kv_len(request.num_computed), request.kv_len(len(request.tokens))
-                )
-                self.cache.shrink(lease, upto)
-        has_begun = 0 < len(delta.token_ids) == request.num_output
-        if has_begun or (delta.finish_reason is not None and not request.sampling.generates):
-            pin_prompt(self.cache, request)  # this step completed the prompt
+        else:
+            settle_pages(self.cache, request, scheduled, with_drafts=with_drafts)
+        if scheduled.start < request.sampling.prompt_len:
+            has_begun = 0 < len(delta.token_ids) == request.num_output
+            if has_begun or (delta.finish_reason is not None and not request.sampling.generates):
+                pin_prompt(self.cache, request)  # this step completed the prompt
         return delta
 
     def _finish(self, request: Request, delta: Delta, now: float, *, keep: bool = True) -> Delta:

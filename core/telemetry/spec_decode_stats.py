@@ -53,7 +53,8 @@ class SpecDecodeStats:
         for output in outputs:
             draft = output.draft
             if draft.token_ids:
-                self.path_lens[draft.height] += 1
+                height = draft.height if draft.parents else len(draft.token_ids)
+                self.path_lens[height] += 1
                 self.num_trees += bool(draft.parents) and not draft.is_chain
 
     def observe_delta(self, delta: Delta) -> None:

@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from sys import maxsize
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -48,13 +49,13 @@ _CLASS_OF = np.searchsorted(BUCKETS, np.arange(MAX_LENGTH), side="right") - 1
 class _Curve:
     """The survival of one kind of guess.
 
-    The arrays [MAX_LENGTH] include the new ``scores`` only after `refresh`.
+    ``log_survival`` and ``expected_rejections`` include the new ``scores`` only after `refresh`.
     """
 
     hits: list[float]  # [len(BUCKETS)] decayed number of accepted tokens
     trials: list[float]  # [len(BUCKETS)] decayed number of tokens with a known outcome
     log_survival: FloatArray = field(default_factory=lambda: np.zeros(MAX_LENGTH))
-    survival: FloatArray = field(default_factory=lambda: np.ones(MAX_LENGTH))
+    row: int = 0  # index in the model's table of curves, of which ``log_survival`` is a row
     # [MAX_LENGTH] expected rejections among the first 1, 2, ... tokens
     expected_rejections: list[float] = field(default_factory=list)
     # (accepted, tried) tokens of the guesses that were scored since the arrays were computed
@@ -88,7 +89,6 @@ class _Curve:
         pairs = zip(self.hits, self.trials, strict=True)
         chances = np.array([min(high, max(low, hit / tried)) for hit, tried in pairs])
         np.cumsum(np.log(chances)[_CLASS_OF], out=self.log_survival)
-        self.survival = np.exp(self.log_survival)
         self.expected_rejections = (1.0 - chances)[_CLASS_OF].cumsum().tolist()
 
 
@@ -108,11 +108,21 @@ class _Adjustment:
         self.hazard = min(high, max(low, hazard))
 
 
+class GuessClass(msgspec.Struct, frozen=True, gc=False):
+    """The properties of a guess on which its survival depends."""
+
+    source: str
+    kind: int
+    request_id: str
+    sampled: bool  # whether the request's temperature is above 0
+
+
 class AcceptanceModel:
     """Learns the acceptance of each source. `register` must be called for each source first."""
 
     def __init__(self) -> None:
         self._curves: dict[str, list[list[_Curve]]] = {}  # curves by source, is_sampled and kind
+        self._log_survival = np.zeros((0, MAX_LENGTH))  # [number of curves, MAX_LENGTH]
         self._adjustments: dict[str, dict[str, _Adjustment]] = {}  # hazards by request and source
 
     def register(self, source: str, priors: Priors) -> None:
@@ -120,24 +130,30 @@ class AcceptanceModel:
         self._curves[source] = [
             [_Curve.of(chances) for chances in kinds] for kinds in (priors.greedy, priors.sampled)
         ]
+        curves = [each for kinds in self._curves.values() for own in kinds for each in own]
+        self._log_survival = np.array([curve.log_survival for curve in curves])
+        for row, curve in enumerate(curves):
+            curve.row, curve.log_survival = row, self._log_survival[row]
 
-    def survival(
-        self, source: str, kind: int, request_id: str, length: int, *, sampled: bool
-    ) -> FloatArray:
-        """Return the probability that the first 1, 2, ... ``length`` tokens are all accepted.
+    def survivals(self, guesses: Sequence[GuessClass], longest: int) -> FloatArray:
+        """Return the probabilities that the first 1, 2, ... ``longest`` tokens are all accepted.
 
-        The array [length] is read-only. ``length`` is at most `MAX_LENGTH`. ``sampled``: whether
-        the temperature is above 0.
+        The shape is [len(guesses), longest]; ``longest`` is at most `MAX_LENGTH`.
         """
-        curve = self._curves[source][sampled][kind]
-        if curve.scores:
-            curve.refresh()
-        adjustments = self._adjustments.get(request_id)
-        adjustment = None if adjustments is None else adjustments.get(source)
-        if adjustment is None:
-            return curve.survival[:length]
-        bent: FloatArray = np.exp(adjustment.hazard * curve.log_survival[:length])
-        return bent
+        curves = [self._curves[each.source][each.sampled][each.kind] for each in guesses]
+        for curve in curves:
+            if curve.scores:
+                curve.refresh()
+        known = self._adjustments
+        hazards = [
+            known[each.request_id][each.source].hazard
+            if each.request_id in known and each.source in known[each.request_id]
+            else 1.0
+            for each in guesses
+        ]
+        logs = self._log_survival[[curve.row for curve in curves], :longest]
+        survivals: FloatArray = np.exp(np.array(hazards)[:, None] * logs)
+        return survivals
 
     def score(
         self, source: str, kind: int, request_id: str, num_hits: int, *, missed: bool, sampled: bool

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -23,15 +23,14 @@ Survival = NDArray[np.float64]
 Values never rise from one token to the next."""
 
 
-@dataclass(slots=True, eq=False)
-class GuessPath:
+class GuessPath(msgspec.Struct, eq=False, gc=False):
     """A run of draft tokens and their survival; ``start`` is the depth of the first token."""
 
     token_ids: array[int]
     source: str
     survival: Survival  # [len(token_ids)]
     start: int = 0  # number of draft tokens before this run
-    branches: list[GuessPath] = field(default_factory=list)  # forks and continuations of this path
+    branches: list[GuessPath] = []  # forks and continuations of this path
 
     @property
     def stop(self) -> int:
@@ -39,12 +38,11 @@ class GuessPath:
         return self.start + len(self.token_ids)
 
 
-class GuessTree:
+class GuessTree(msgspec.Struct, eq=False, gc=False):
     """The merged guesses as a tree of draft tokens, each with its chance of being accepted."""
 
-    def __init__(self, trunk: GuessPath) -> None:
-        self.trunk = trunk
-        self._paths = [trunk]  # paths; each one follows its parent path
+    trunk: GuessPath
+    branches: list[GuessPath] = []  # all paths except the trunk; each one follows its parent path
 
     @property
     def survival(self) -> Survival:
@@ -52,24 +50,25 @@ class GuessTree:
 
         The first n values belong to the n best tokens, which form a tree.
         """
-        if len(self._paths) == 1:
+        if not self.branches:
             return self.trunk.survival
-        survival = np.concatenate([path.survival for path in self._paths])
+        survival = np.concatenate([path.survival for path in (self.trunk, *self.branches)])
         return -np.sort(-survival)
 
     def draft(self, count: int) -> Draft:
         """Return the tree of the ``count`` tokens with the highest survival."""
-        if len(self._paths) == 1 or count < 1:
+        if not self.branches or count < 1:
             return self.chain(count)
-        survival = np.concatenate([path.survival for path in self._paths])
-        owners = np.repeat(np.arange(len(self._paths)), [len(p.survival) for p in self._paths])
+        paths = (self.trunk, *self.branches)
+        survival = np.concatenate([path.survival for path in paths])
+        owners = np.repeat(np.arange(len(paths)), [len(path.survival) for path in paths])
         best = (-survival).argsort(kind="stable")[
             :count
         ]  # The stable sort keeps a parent before a child with the same survival.
-        counts = np.bincount(owners[best], minlength=len(self._paths)).tolist()
+        counts = np.bincount(owners[best], minlength=len(paths)).tolist()
         if counts[0] == len(best):
             return self.chain(count)
-        kept = {id(path): kept for path, kept in zip(self._paths, counts, strict=True)}
+        kept = {id(path): kept for path, kept in zip(paths, counts, strict=True)}
         return _laid_out(self.trunk, kept)
 
     def chain(self, count: int) -> Draft:
@@ -121,7 +120,7 @@ class GuessTree:
         left = max(0.0, before - taken) / max(own_before, 1e-9)
         branch = GuessPath(guess.token_ids[at:], guess.source, survival[at:] * left, at)
         path.branches.append(branch)
-        self._paths.append(branch)
+        self.branches.append(branch)
 
 
 def merge(guesses: Sequence[Guess], survivals: Sequence[Survival]) -> GuessTree:
@@ -129,9 +128,7 @@ def merge(guesses: Sequence[Guess], survivals: Sequence[Survival]) -> GuessTree:
 
     ``guesses`` must not be empty; ``survivals[i]`` is the survival of ``guesses[i]``.
     """
-    order = [0]
-    if len(guesses) > 1:
-        order = sorted(range(len(guesses)), key=lambda i: -float(survivals[i].sum()))
+    order = sorted(range(len(guesses)), key=lambda i: -float(survivals[i].sum()))
     first = guesses[order[0]]
     tree = GuessTree(GuessPath(first.token_ids, first.source, survivals[order[0]]))
     for index in order[1:]:

@@ -85,14 +85,36 @@ class Source:
         """Forget the tokens of the given namespaces; without an argument, forget all tokens."""
 
 
-class GuardedSource(Guarded[Source], Source):
+class GuardedSource(Guarded[Source]):
     """Wraps a source: a failed call makes no guesses, and repeated failures turn the source off."""
 
     def __init__(self, source: Source) -> None:
         super().__init__(source, Source(), f"draft source {source.name}")
         self.name, self.priors = source.name, source.priors
 
-    propose = guard(Source.propose, if_failed=())
+    @property
+    def has_index(self) -> bool:
+        """Whether `index` does anything: the source has an index, and it is still in use."""
+        return type(self.inner).index is not Source.index
+
+    def propose_all(
+        self, requests: Sequence[Request], most: Sequence[int]
+    ) -> list[Sequence[Guess]]:
+        """Return the source's guesses for each request, at most ``most[i]`` tokens each.
+
+        A request for which the source fails has no guesses; the other requests keep theirs.
+        """
+        guesses: list[Sequence[Guess]] = [()] * len(requests)
+        for index, (request, length) in enumerate(zip(requests, most, strict=True)):
+            try:
+                guesses[index] = self.inner.propose(request, length)
+            except Exception:
+                self.record_exception("propose")
+            else:
+                if self.breakers:  # empty until a method fails
+                    self.breakers["propose"].record_success()
+        return guesses
+
     index = guard(Source.index, if_failed=0)
     leave = guard(Source.leave, if_failed=None)
 
@@ -129,13 +151,20 @@ class SourceIndexer:
 
     @property
     def has_work(self) -> bool:
-        """Whether there may be tokens to index or to store. O(1)."""
-        return bool(self._num_indexed or self._ended)
+        """Whether there may be tokens to index or to store. O(sources)."""
+        return bool(self._ended or (self._num_indexed and self._has_index))
 
     @property
     def has_backlog(self) -> bool:
-        """Whether an ended request is not stored yet, or a running one is not indexed. O(1)."""
-        return bool(self._new or self._ended)
+        """Whether an ended request is not stored yet, or a running one is not indexed.
+
+        O(sources).
+        """
+        return bool(self._ended or (self._new and self._has_index))
+
+    @property
+    def _has_index(self) -> bool:
+        return any(source.has_index for source in self._sources)
 
     def work(self) -> None:
         """Index and store tokens of ended requests, then index tokens of running requests.
@@ -145,6 +174,8 @@ class SourceIndexer:
         room = INDEX_CHUNK
         if self._ended:
             room -= self._finish() if self._num_indexed else self.keep()
+        if not self._has_index:
+            return
         for request, num_indexed in list(self._num_indexed.values()):
             if room <= 0:
                 return

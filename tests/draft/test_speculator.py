@@ -844,7 +844,7 @@ def test_a_source_is_dropped_after_failures_in_close_succession_alone(call, make
 
     source, request = GuardedSource(Fragile("a", TEXT)), make_request(TEXT[:4])
     calls = {
-        "propose": lambda: source.propose(request, 4),
+        "propose": lambda: source.propose_all([request], [4]),
         "index": lambda: source.index(request),
         "leave": lambda: source.leave(request),
     }

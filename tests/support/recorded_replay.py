@@ -29,8 +29,7 @@ from foretoken.core.interface.output import RequestOutput, StepOutput
 from foretoken.core.interface.plan import ScheduledRequest, StepPlan
 from foretoken.core.interface.request import Request
 from foretoken.core.interface.sampling import SamplingMetadata
-from foretoken.core.scheduling.scheduler import MAX_DRAFT
-from foretoken.core.scheduling.shares import draft_limits, draft_row_budget
+from foretoken.core.scheduling.shares import MAX_DRAFT, draft_limits, draft_row_budget
 from foretoken.draft.control.controller import Allocation, Controller, StepCandidates, allocate
 from foretoken.draft.control.cost_model import CostModel, FloatArray, IntArray, StepProfile
 from foretoken.draft.control.estimators import MAX_LENGTH, AcceptanceModel

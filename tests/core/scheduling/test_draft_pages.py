@@ -14,8 +14,7 @@ from foretoken.core.interface.plan import ScheduledRequest, StepPlan
 from foretoken.core.interface.protocols import NO_SPECULATION
 from foretoken.core.interface.request import Request
 from foretoken.core.scheduling.guarded_speculator import MAX_FAILURES, GuardedSpeculator
-from foretoken.core.scheduling.leases import allocate_draft_pages
-from foretoken.core.scheduling.shares import draft_limits
+from foretoken.core.scheduling.shares import allocate_draft_pages, draft_limits
 from foretoken.radix_cache import KVLease, PrefixCache
 from support.draft_trees import tree_of
 from support.fake_model import Driver, FakeRunner, make_request, make_scheduler, perfect, wrong

@@ -19,7 +19,7 @@ from foretoken.core.interface.plan import StepPlan
 from foretoken.core.interface.protocols import NO_SPECULATION
 from foretoken.core.interface.request import CacheOptions, Pin, Request
 from foretoken.core.scheduling.async_scheduling import plan_next, replan
-from foretoken.core.scheduling.leases import allocate_draft_pages
+from foretoken.core.scheduling.shares import allocate_draft_pages
 from foretoken.core.scheduling.states import MAX_STATE_DRAFT, shared_len
 from foretoken.core.telemetry.families import PREFIX
 from foretoken.core.telemetry.metrics import EngineMetrics

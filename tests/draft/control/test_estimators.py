@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from foretoken.draft.control.estimators import MAX_LENGTH, AcceptanceModel
+from foretoken.draft.control.estimators import MAX_LENGTH, AcceptanceModel, GuessClass
 from foretoken.draft.sources.source import BUCKETS, Chances, Priors
 
 
@@ -48,7 +48,8 @@ def survival(
     kind: int = 0,
     sampled: bool = False,
 ) -> list[float]:
-    return made.survival("lm", kind, request_id, length, sampled=sampled).tolist()
+    found = made.survivals([GuessClass("lm", kind, request_id, sampled)], length)
+    return found[0].tolist()
 
 
 def first(made: AcceptanceModel, request_id: str = "new", **of: object) -> float:
@@ -76,8 +77,8 @@ def test_sources_are_learnt_apart() -> None:
     made = model(0.5)
     made.register("radix", Priors.constant(0.5))
     score(made, 0, times=30)
-    other = made.survival("radix", 0, "a", 1, sampled=False)
-    assert other[0] == pytest.approx(0.5)
+    other = made.survivals([GuessClass("radix", 0, "a", sampled=False)], 1)
+    assert other[0, 0] == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize(("prior", "hits"), [(0.9, 0), (0.1, 1)])

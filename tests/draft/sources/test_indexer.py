@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from foretoken.core.interface.request import Request
+from foretoken.core.scheduling.guarded_speculator import MAX_FAILURES
+from foretoken.draft.sources.prediction import PredictionSource
 from foretoken.draft.sources.source import INDEX_CHUNK, MAX_ENDED, GuardedSource, SourceIndexer
 from foretoken.draft.sources.suffix import SuffixSource
 
@@ -142,3 +144,20 @@ def test_a_request_that_comes_back_is_indexed_on(indexer, source, make_request) 
     request.tokens.append(7)
     indexer.work()
     assert source.num_indexed[request.request_id] == 4
+
+
+def test_there_is_work_for_running_requests_only_while_a_source_has_an_index(make_request) -> None:
+    without, with_index = GuardedSource(PredictionSource()), GuardedSource(SuffixSource())
+    assert [without.has_index, with_index.has_index] == [False, True]
+    indexer, both = SourceIndexer([without]), SourceIndexer([without, with_index])
+    (request,) = joined(indexer, make_request, 1)
+    both.join(request)
+    assert [indexer.has_work, both.has_work] == [False, True]
+    assert [indexer.has_backlog, both.has_backlog] == [False, True]
+    for _ in range(MAX_FAILURES):
+        with_index.count_failure("index")  # the source is turned off
+    assert [both.has_work, both.has_backlog] == [False, False]
+    both.leave(request)
+    assert both.has_work  # sources forget an ended request even if they have no index
+    both.work()
+    assert not both.has_work

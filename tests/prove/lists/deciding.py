@@ -15,9 +15,9 @@ MUTATIONS = (
     ),
     Mutation(
         "acceptance-mixes-greedy-and-sampled",
-        "AcceptanceModel.survival",
-        "curve = self._curves[source][sampled][kind]",
-        "curve = self._curves[source][False][kind]",
+        "AcceptanceModel.survivals",
+        "self._curves[each.source][each.sampled][each.kind]",
+        "self._curves[each.source][False][each.kind]",
         ("control/test_estimators.py",),
         "greedy and sampled requests are learnt apart",
     ),

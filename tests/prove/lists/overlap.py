@@ -8,8 +8,8 @@ MUTATIONS = (
     Mutation(
         "ahead-lends-the-page-table",
         "plan_next",
-        "request.lease.page_ids[:]",
-        "request.lease.page_ids",
+        "lease.page_ids[:]",
+        "lease.page_ids",
         ("test_the_page_table_reaches_the_new_token_and_is_nobodys_but_the_plans",),
         "what a step was lent does not change under it",
     ),
@@ -32,8 +32,8 @@ MUTATIONS = (
     Mutation(
         "ahead-of-rows-that-read-the-text",
         "StepPlan.is_decode_only",
-        "            and not scheduled.sampling.needs_history\n",
-        "",
+        "if not is_decode or scheduled.sampling.needs_history:",
+        "if not is_decode:",
         ("test_nothing_is_planned_where_a_row_reads_the_text",),
         "penalties see every token",
     ),

@@ -23,7 +23,7 @@ MUTATIONS = (
     ),
     Mutation(
         "scheduler-drafts-behind-the-last-token",
-        "_draft_limit",
+        "draft_limits",
         "request.max_len - 1",
         "request.max_len + 1",
         ("test_the_last_token_of_an_answer_is_never_a_draft",),
@@ -31,7 +31,7 @@ MUTATIONS = (
     ),
     Mutation(
         "scheduler-preempts-the-first",
-        "Scheduler._victim",
+        "RequestTable.victim",
         "reversed(self.running.values())",
         "self.running.values()",
         ("test_the_request_that_comes_last_is_preempted_first",),
@@ -39,7 +39,7 @@ MUTATIONS = (
     ),
     Mutation(
         "scheduler-takes-pages-of-the-planned",
-        "Scheduler._victim",
+        "RequestTable.victim",
         "if each.transfer.load is None and each.request_id not in planned",
         "if each.transfer.load is None",
         ("test_a_chunk_never_takes_the_pages_of_a_row_that_is_planned",),

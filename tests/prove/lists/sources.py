@@ -64,8 +64,8 @@ MUTATIONS = (
     Mutation(
         "speculator-takes-all-of-the-budget",
         "DraftSpeculator.plan",
-        "most = min(limits[index], depth, share)",
-        "most = min(limits[index], depth)",
+        "own_depths, repeat(share))",
+        "own_depths)",
         ("test_speculator.py",),
         "drafts stay within the rows that are offered",
     ),

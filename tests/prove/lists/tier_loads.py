@@ -169,7 +169,7 @@ MUTATIONS = (
     ),
     Mutation(
         "loading-is-a-victim",
-        "Scheduler._victim",
+        "RequestTable.victim",
         "if each.transfer.load is None and each.request_id not in planned",
         "if each.request_id not in planned",
         ("test_a_request_whose_pages_are_loaded_is_no_victim",),
