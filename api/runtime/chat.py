@@ -17,6 +17,7 @@ from msgspec.structs import replace
 
 from ...core.errors import InvalidRequest
 from ...core.interface.request import Request, Usage
+from ...core.interface.sampling import Pooling
 from ..parsing.output_format import Syntax, check_tools
 from ..parsing.output_parser import (
     CallArguments,
@@ -338,13 +339,15 @@ class ChatClient:
         request_id: str | None = None,
         prompt: PromptTokens | None = None,
         hands_out: bool = False,
+        pooling: Pooling | None = None,
         transfer: Mapping[str, Any] | None = None,
     ) -> ChatAnswer:
         """Render the conversation, unless ``prompt`` is given, and submit it.
 
         ``hands_out``: set `Choice.message_ids` if the template can render the message from these
-        ids and every id has text. ``transfer``: the request's ``kv_transfer_params``. Raises
-        `InvalidRequest`, `QueueFull` and `EngineDead`.
+        ids and every id has text. ``pooling``: request numbers in place of an answer.
+        ``transfer``: the request's ``kv_transfer_params``. Raises `InvalidRequest`, `QueueFull` and
+        `EngineDead`.
         """
         self._check_tools(chat)
         if prompt is None:
@@ -361,6 +364,7 @@ class ChatClient:
                 cache=chat.cache,
                 note=await self._note(chat),
                 needs_closing=_needs_closing(chat),
+                pooling=pooling,
                 transfer=transfer,
             )
         except InvalidRequest as error:

@@ -82,15 +82,18 @@ class Generation:
             yield delta
 
     async def pooled(self) -> array[float]:
-        """Return the vector or the scores of a pooling request.
+        """Return all numbers of a pooling request.
 
         Raises `DeadlineExceeded`, and `EngineDead` if the request was aborted.
         """
+        found = array("f")
         async for delta in self._stream:
+            if delta.pooled is not None:
+                found += delta.pooled
             if delta.finish_reason is not None:
                 self.finish_reason = delta.finish_reason.value
-            if delta.pooled is not None:
-                return delta.pooled
+            if delta.finish_reason is FinishReason.STOP:
+                return found
             if delta.stop_reason == "deadline":
                 raise DeadlineExceeded("the deadline passed before the prompt was computed")
         raise EngineDead("the request was aborted before its prompt was computed")

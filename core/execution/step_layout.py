@@ -25,6 +25,8 @@ from ..ops.rows.row_table import RowTable
 from ..ops.rows.step_inputs import rows_library
 from ..sampling.drafted_row import DraftedRow
 from ..sampling.logprobs import token_logprobs
+from ..sampling.sampler import Sampler
+from .compared_answer import compare_answer
 from .image_positions import image_positions, image_reaches
 
 # -- slots and segments ----------------------------------------------------------------------------
@@ -168,7 +170,7 @@ def num_logits(scheduled: ScheduledRequest, num_drafted: int, *, samples: bool) 
     """
     pooling = scheduled.sampling.pooling
     if pooling is not None:
-        return int(scheduled.pools and bool(pooling.token_ids))
+        return scheduled.num_pooled if pooling.reads_logits else 0
     wants_prompt = scheduled.sampling.params.prompt_logprobs is not None
     if wants_prompt and scheduled.start + 1 < scheduled.sampling.prompt_len:
         return scheduled.stop - scheduled.start + num_drafted
@@ -306,14 +308,20 @@ class StepLayout:
             kept.append([*range(first, first_draft), *(first_draft + node for node in path)])
         return kept
 
-    def pooled(self, hidden: Tensor, logits: Tensor) -> list[array[float] | None]:
-        """Return the pooled vector or scores of each request; None if it pools nothing now.
+    def pooled(self, hidden: Tensor, logits: Tensor, sampler: Sampler) -> list[array[float] | None]:
+        """Return the pooled numbers of each request; None if it pools nothing now.
 
-        ``hidden`` [num_rows, hidden], ``logits`` [num_logits, vocab].
+        ``hidden`` [num_rows, hidden], ``logits`` [num_logits, vocab]. ``sampler`` chooses the
+        model's own tokens, with which recorded answers are compared.
         """
         return [
-            _pooled(each, hidden[row + each.stop - each.start - 1], logits[logit : logit + 1])
-            if each.pools
+            _pooled(
+                each,
+                hidden[row + each.stop - each.start - 1],
+                logits[logit : logit + each.num_pooled],
+                sampler,
+            )
+            if each.num_pooled
             else None
             for each, row, logit in zip(
                 self.requests, self.first_rows, self.first_logits, strict=True
@@ -339,12 +347,16 @@ def _logprobs(scheduled: ScheduledRequest, first: int, logits: Tensor) -> Sequen
     return token_logprobs(logits[first : first + len(following)], following, num_top)
 
 
-def _pooled(scheduled: ScheduledRequest, hidden: Tensor, logits: Tensor) -> array[float]:
-    """Return the pooled numbers of a request: its last row of ``hidden``, or scores of tokens.
+def _pooled(
+    scheduled: ScheduledRequest, hidden: Tensor, logits: Tensor, sampler: Sampler
+) -> array[float]:
+    """Return the pooled numbers of a request.
 
-    ``hidden`` is [hidden]. ``logits`` is [1, vocab], or [0, vocab] if the request wants no scores.
+    ``hidden`` [hidden] is its last row, ``logits`` [num_pooled, vocab] belong to its last rows.
     """
     pooling = scheduled.sampling.pooling
+    if pooling is not None and pooling.compares:
+        return compare_answer(scheduled, logits, sampler)
     if pooling is None or not pooling.token_ids:
         found = hidden.float()
     else:

@@ -17,6 +17,7 @@ import msgspec
 from ..errors import shown
 from ..options.checks import (
     MAX_INT,
+    Count,
     TokenId,
     as_tuple,
     check_bounds,
@@ -181,14 +182,29 @@ class Constraint(Protocol):
 
 
 class Pooling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A request for numbers of the prompt's last row instead of an answer.
+    """A request for numbers instead of an answer.
 
-    The numbers are the hidden state after the final norm, or, with ``token_ids``, the raw logits of
-    the tokens; with ``is_normalized`` their log-probabilities.
+    The numbers are those of the prompt's last row: the hidden state after the final norm, or, with
+    ``token_ids``, the raw logits of the tokens; with ``is_normalized`` their log-probabilities.
+
+    With ``compare_from``, the request's tokens after the prompt are a recorded answer. The numbers
+    are then `TokenComparison` entries: each token from that index of the answer on is compared with
+    the model's own token, and so is the end of the answer.
     """
 
     token_ids: tuple[TokenId, ...] = NO_IDS
     is_normalized: bool = False
+    compare_from: Count | None = None
+
+    @property
+    def compares(self) -> bool:
+        """Whether a recorded answer is compared."""
+        return self.compare_from is not None
+
+    @property
+    def reads_logits(self) -> bool:
+        """Whether the numbers are computed from logits."""
+        return bool(self.token_ids) or self.compares
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
@@ -232,6 +248,11 @@ class SamplingMetadata:
     def generates(self) -> bool:
         """Whether the request generates tokens: it has no pooling and is not ``prompt_only``."""
         return self.pooling is None and not self.params.prompt_only
+
+    @property
+    def compares(self) -> bool:
+        """Whether the request compares a recorded answer with the model's own tokens."""
+        return self.pooling is not None and self.pooling.compares
 
     def token_id_fields(self) -> dict[str, Collection[int]]:
         """Return the token ids in the caller's parameters, by the name of the parameter.

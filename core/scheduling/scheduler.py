@@ -565,7 +565,7 @@ class Scheduler:
             delta = self._commit_request(
                 request, scheduled, out, now, with_drafts=not plan.is_plain
             )
-            if delta.token_ids or delta.prompt_logprobs or delta.terminal:
+            if delta.token_ids or delta.prompt_logprobs or delta.pooled or delta.terminal:
                 events.append((request, delta))
         return events
 
