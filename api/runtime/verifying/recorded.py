@@ -96,8 +96,9 @@ class RecordedAnswer:
         """Return parameters with which the model generates, with the recorded text as a draft."""
         # A proposer would also draft, at the same depth.
         is_free = LOOK_UPS.issuperset(llm.built.drafters)
-        depth = WIDEST if is_free else "auto"
-        return dataclasses.replace(params, prediction=self.text, speculation=depth)
+        return dataclasses.replace(
+            params, prediction=self.text, speculation=WIDEST if is_free else "auto"
+        )
 
 
 class TextComparison:
