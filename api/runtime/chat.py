@@ -8,7 +8,7 @@ arrives. Only the encoding of the answer depends on the API.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from functools import cached_property, partial
 from typing import Any
@@ -39,7 +39,7 @@ from .conversation.seen_images import see, with_results_seen
 from .conversation.template_writer import TemplateWriter
 from .conversation.token_history import PrefixDigest, TokenHistory, message_digest
 from .engine_client import EngineClient
-from .generation import Answer, Generation, each_of
+from .generation import Answer, EndedChoice, Generation, each_of
 from .next_turn import NextTurns
 from .preprocess import PromptTokens, needs_closing, warm_params
 from .sessions import tell_wait
@@ -211,6 +211,13 @@ class ChatAnswer:
     def num_tokens(self, index: int) -> int:
         """Return the number of tokens that one choice has so far."""
         return self._answer.generations[index].usage.completion_tokens
+
+    def ended_choices(self) -> Iterator[EndedChoice]:
+        """Yield all choices, once the answer is read to its end."""
+        pairs = zip(self._readers, self._answer.generations, strict=True)
+        for index, (reader, each) in enumerate(pairs):
+            choice = reader.choice
+            yield EndedChoice(index, each.request, choice.token_ids, choice.finish_reason)
 
     def close(self) -> None:
         """Abort the requests that still run. May be called twice."""
