@@ -11,7 +11,6 @@ from pathlib import Path
 import msgspec
 
 from ..._version import __version__
-from ..certify.identity import weight_hashes
 from ..certify.records import engine_facts, kernels_of, plain_params
 from ..runtime.generation import EndedChoice
 from ..serving.serving_context import Service
@@ -76,4 +75,6 @@ class ReceiptSigner:
 
 def digest_of(model: Path) -> str:
     """Return the SHA-256 of the hashes of a model's config and weights, in hexadecimal."""
+    from ..certify.identity import weight_hashes  # loads torch
+
     return hashlib.sha256(msgspec.json.encode(weight_hashes(model))).hexdigest()

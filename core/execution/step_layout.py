@@ -321,7 +321,7 @@ class StepLayout:
                 logits[logit : logit + each.num_pooled],
                 sampler,
             )
-            if each.num_pooled
+            if each.pools
             else None
             for each, row, logit in zip(
                 self.requests, self.first_rows, self.first_logits, strict=True

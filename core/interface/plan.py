@@ -95,6 +95,11 @@ class ScheduledRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         first = self.sampling.prompt_len - 1 + pooling.compare_from
         return max(0, self.stop - max(self.start, first))
 
+    @property
+    def pools(self) -> bool:
+        """Whether the step computes numbers of `Pooling`."""
+        return self.num_pooled > 0
+
 
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Plan of one step, which is computed as a ragged batch."""
