@@ -6,6 +6,7 @@ import base64
 import hashlib
 from array import array
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -113,6 +114,13 @@ def check_answer(
 def hash_of(token_ids: Sequence[int]) -> str:
     """Return the SHA-256 of token ids as 64-bit little-endian integers, in hexadecimal."""
     return hashlib.sha256(array("q", token_ids).tobytes()).hexdigest()
+
+
+def digest_of(model: Path) -> str:
+    """Return the SHA-256 of the hashes of a model's config and weights, in hexadecimal."""
+    from ..certify.identity import weight_hashes  # loads torch
+
+    return hashlib.sha256(msgspec.json.encode(weight_hashes(model))).hexdigest()
 
 
 def refused(reason: str) -> InvalidRequest:

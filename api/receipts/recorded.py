@@ -10,8 +10,7 @@ import msgspec
 
 from ...core.errors import ForetokenError, InvalidRequest
 from .keys import PublicKeys, read_public
-from .receipt import Receipt, Statement, check_answer, opened, refused
-from .signer import digest_of
+from .receipt import Receipt, Statement, check_answer, digest_of, opened, refused
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey

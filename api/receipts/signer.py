@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
-
-import msgspec
 
 from ..._version import __version__
 from ..certify.records import engine_facts, kernels_of, plain_params
@@ -16,7 +13,7 @@ from ..runtime.generation import EndedChoice
 from ..serving.serving_context import Service
 from ..types.request_context import adapter_name
 from .keys import SigningKeys
-from .receipt import VERSION, Receipt, Statement, hash_of, sign
+from .receipt import VERSION, Receipt, Statement, digest_of, hash_of, sign
 
 
 class ReceiptSigner:
@@ -71,10 +68,3 @@ class ReceiptSigner:
     def _model_digest(self) -> str:
         """Digest of the model's files. The first answer waits until all of them are read."""
         return digest_of(self._service.llm.built.path)
-
-
-def digest_of(model: Path) -> str:
-    """Return the SHA-256 of the hashes of a model's config and weights, in hexadecimal."""
-    from ..certify.identity import weight_hashes  # loads torch
-
-    return hashlib.sha256(msgspec.json.encode(weight_hashes(model))).hexdigest()
