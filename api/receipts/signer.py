@@ -48,7 +48,7 @@ class ReceiptSigner:
         return Statement(
             version=VERSION,
             id=response_id,
-            index=choice.index,
+            index=choice.number,
             created=int(time.time()),
             model=built.name,
             model_digest=self._model_digest,

@@ -28,9 +28,9 @@ NO_PROMPT = PromptTokens(())
 
 
 class EndedChoice(NamedTuple):
-    """A choice that has ended, as it was sent. ``index``: number of the choice in the response."""
+    """A choice that has ended, as it was sent. ``number``: its number in the response."""
 
-    index: int
+    number: int
     request: Request
     token_ids: Sequence[int]
     finish_reason: str
