@@ -177,11 +177,12 @@ def _one_changed(ids: Sequence[int], at: int) -> list[int]:
 def kernels(options: argparse.Namespace) -> list[Row]:
     """Return how often answers of the torch backend have large margins with native kernels."""
     rows: list[Row] = []
-    for name, params in {
+    cases: Mapping[str, Mapping[str, Any]] = {
         "greedy": {"temperature": 0},
         "temperature 1": {"temperature": 1.0},
         "top-p 0.9": {"temperature": 1.0, "top_p": 0.9},
-    }.items():
+    }
+    for name, params in cases.items():
         choices = asyncio.run(_answers(options, {"backend": "torch"}, params, SYSTEMS[0]))
         rows.append({"answers": name, **_found(asyncio.run(_verdicts(options, choices, params)))})
         print(rows[-1], flush=True)
