@@ -285,7 +285,7 @@ async def _verified(options: argparse.Namespace, choices: Sequence[Choice]) -> l
 
 def _kind_params(options: argparse.Namespace, at: int) -> SamplingParams:
     kind = list(KINDS.values())[at % len(KINDS)]
-    length = options.tokens // 4 + (at * 37) % (options.tokens * 3 // 4 + 1)
+    length = options.tokens // 4 + (at * 101) % (options.tokens * 3 // 4 + 1)
     return SamplingParams(seed=at, max_tokens=length, **kind)
 
 
