@@ -26,6 +26,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from msgspec import structs
+
 from ... import AsyncLLM, Choice, SamplingParams, Verdict
 from ..common.report import RESULTS, heading, table, write_json
 from ..off_grid import write_off_grid
@@ -158,7 +160,7 @@ def detection(options: argparse.Namespace) -> list[Row]:
     choices = asyncio.run(_answers(options, {}, plain, SYSTEMS[0]))
     at = options.tokens // 2
     changed_ids = [
-        dataclasses.replace(each, token_ids=_one_changed(each.token_ids, at)) for each in choices
+        structs.replace(each, token_ids=_one_changed(each.token_ids, at)) for each in choices
     ]
     found = asyncio.run(_verdicts(options, changed_ids, plain))
     late = sum(each.first_difference is None or each.first_difference.position != at
