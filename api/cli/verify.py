@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...core.config import EngineConfig
 from ...core.errors import ForetokenError, InvalidRequest
+from ..receipts.recorded import CheckedReceipts
 from .config import Chosen, given_options
 from .flags import Parser
 
@@ -30,6 +31,12 @@ def add_flags(parser: Parser) -> None:
         help='JSON or JSON Lines file; each record is {"request": BODY, "response": BODY} of '
         "/v1/chat/completions or /v1/completions",
     )
+    parser.add_argument(
+        "--receipt",
+        metavar="KEYS",
+        help="check the signed receipts of the responses first, with the public keys of this file: "
+        "the body of GET /v1/receipts/key",
+    )
 
 
 def verify(parsed: argparse.Namespace) -> int:
@@ -39,11 +46,17 @@ def verify(parsed: argparse.Namespace) -> int:
     """
     model, options = given_options(parsed, KINDS)
     adapters = EngineConfig(lora=options.get("lora", ())).lora_folders
-    lines = list(_lines(Path(parsed.file), adapters))
-    return asyncio.run(_run(lines, model, options))
+    receipts = None if parsed.receipt is None else CheckedReceipts(Path(parsed.receipt))
+    lines = list(_lines(Path(parsed.file), adapters, receipts))
+    return asyncio.run(_run(lines, model, options, receipts))
 
 
-async def _run(lines: list[bytes], model: str | None, options: Mapping[str, Any]) -> int:
+async def _run(
+    lines: list[bytes],
+    model: str | None,
+    options: Mapping[str, Any],
+    receipts: CheckedReceipts | None,
+) -> int:
     from ..dialects import open_dialects
     from ..dialects.batches.lines import LineRunner
     from ..runtime.interrupts import ending_at_once
@@ -65,6 +78,8 @@ async def _run(lines: list[bytes], model: str | None, options: Mapping[str, Any]
     with ending_at_once():
         await llm.start()
     async with llm:
+        if receipts is not None:
+            receipts.check_model(llm.built.path)
         service = Service(llm, Settings())
         runner = LineRunner(
             service,
@@ -103,7 +118,9 @@ def _verdict_text(line: OutputLine) -> tuple[str, int]:
     return text if first.margin is None else f"{text}, margin {first.margin:.3f}", status
 
 
-def _lines(file: Path, adapters: Collection[str]) -> Iterator[bytes]:
+def _lines(
+    file: Path, adapters: Collection[str], receipts: CheckedReceipts | None = None
+) -> Iterator[bytes]:
     """Yield a request, as a line of a batch file, that verifies each choice of each record.
 
     A request that names one of the ``adapters`` is verified with it, any other with the base
@@ -126,12 +143,15 @@ def _lines(file: Path, adapters: Collection[str]) -> Iterator[bytes]:
         for at, choice in enumerate(choices):
             index = choice.get("index", at) if isinstance(choice, dict) else at
             answer = _answer(choice, request, f"{where}, choice {index}")
+            body = {**request, "model": model, "answer": answer, "index": index}
+            if receipts is not None:
+                body |= receipts.changes(request, response, choice, f"{where}, choice {index}")
             yield msgspec.json.encode(
                 {
                     "custom_id": f"record {number}, choice {index}",
                     "method": "POST",
                     "url": path,
-                    "body": {**request, "model": model, "answer": answer, "index": index},
+                    "body": body,
                 }
             )
 

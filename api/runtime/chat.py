@@ -8,7 +8,7 @@ arrives. Only the encoding of the answer depends on the API.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from functools import cached_property, partial
 from typing import Any
@@ -17,6 +17,7 @@ from msgspec.structs import replace
 
 from ...core.errors import InvalidRequest
 from ...core.interface.request import Request, Usage
+from ...core.interface.sampling import Pooling
 from ..parsing.output_format import Syntax, check_tools
 from ..parsing.output_parser import (
     CallArguments,
@@ -38,7 +39,7 @@ from .conversation.seen_images import see, with_results_seen
 from .conversation.template_writer import TemplateWriter
 from .conversation.token_history import PrefixDigest, TokenHistory, message_digest
 from .engine_client import EngineClient
-from .generation import Answer, Generation, each_of
+from .generation import Answer, EndedChoice, Generation, each_of
 from .preprocess import PromptTokens, needs_closing, warm_params
 from .sessions import tell_wait
 from .turns.idle_prefill import IdlePrefill
@@ -211,6 +212,13 @@ class ChatAnswer:
         """Return the number of tokens that one choice has so far."""
         return self._answer.generations[index].usage.completion_tokens
 
+    def ended_choices(self) -> Iterator[EndedChoice]:
+        """Yield all choices, once the answer is read to its end."""
+        pairs = zip(self._readers, self._answer.generations, strict=True)
+        for index, (reader, each) in enumerate(pairs):
+            choice = reader.choice
+            yield EndedChoice(index, each.request, choice.token_ids, choice.finish_reason)
+
     def close(self) -> None:
         """Abort the requests that still run. May be called twice."""
         self._llm.forget(self._answer)
@@ -340,16 +348,19 @@ class ChatClient:
         request_id: str | None = None,
         prompt: PromptTokens | None = None,
         hands_out: bool = False,
+        pooling: Pooling | None = None,
         transfer: Mapping[str, Any] | None = None,
     ) -> ChatAnswer:
         """Render the conversation, unless ``prompt`` is given, and submit it.
 
         ``hands_out``: set `Choice.message_ids` if the template can render the message from these
-        ids and every id has text. ``transfer``: the request's ``kv_transfer_params``. Raises
-        `InvalidRequest`, `QueueFull` and `EngineDead`.
+        ids and every id has text. ``pooling``: request numbers in place of an answer.
+        ``transfer``: the request's ``kv_transfer_params``. Raises `InvalidRequest`, `QueueFull` and
+        `EngineDead`.
         """
         self._check_tools(chat)
-        self.next_turns.arrived(chat)
+        if pooling is None:
+            self.next_turns.arrived(chat)
         if prompt is None:
             prompt = await self.render(chat)
         tools, tail = chat.callable_tools, self._tail(prompt.token_ids)
@@ -364,6 +375,7 @@ class ChatClient:
                 cache=chat.cache,
                 note=await self._note(chat, prompt),
                 needs_closing=_needs_closing(chat),
+                pooling=pooling,
                 transfer=transfer,
             )
         except InvalidRequest as error:

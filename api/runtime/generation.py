@@ -6,9 +6,9 @@ import asyncio
 import logging
 from array import array
 from bisect import bisect_left
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
 from contextlib import aclosing
-from typing import Any, Self, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 from msgspec.structs import replace
 
@@ -25,6 +25,15 @@ from .preprocess import PromptTokens
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 NO_PROMPT = PromptTokens(())
+
+
+class EndedChoice(NamedTuple):
+    """A choice that has ended, as it was sent. ``number``: its number in the response."""
+
+    number: int
+    request: Request
+    token_ids: Sequence[int]
+    finish_reason: str
 
 
 class Generation:
@@ -82,15 +91,18 @@ class Generation:
             yield delta
 
     async def pooled(self) -> array[float]:
-        """Return the vector or the scores of a pooling request.
+        """Return all numbers of a pooling request.
 
         Raises `DeadlineExceeded`, and `EngineDead` if the request was aborted.
         """
+        found = array("f")
         async for delta in self._stream:
+            if delta.pooled is not None:
+                found += delta.pooled
             if delta.finish_reason is not None:
                 self.finish_reason = delta.finish_reason.value
-            if delta.pooled is not None:
-                return delta.pooled
+            if delta.finish_reason is FinishReason.STOP:
+                return found
             if delta.stop_reason == "deadline":
                 raise DeadlineExceeded("the deadline passed before the prompt was computed")
         raise EngineDead("the request was aborted before its prompt was computed")
@@ -240,6 +252,14 @@ class Answers:
         if len(self.all) == 1:
             return self.all[0].deltas()
         return merge([_shifted(each, self._n * index) for index, each in enumerate(self.all)])
+
+    def ended_choices(self) -> Iterator[EndedChoice]:
+        """Yield all choices, once the answers are read to their ends."""
+        generations = (each for answer in self.all for each in answer.generations)
+        for index, each in enumerate(generations):
+            request = each.request
+            token_ids = request.tokens[request.prompt_len :]
+            yield EndedChoice(index, request, token_ids, each.finish_reason or "")
 
     async def collect(self) -> list[Completion]:
         """Return all answers, read to their ends, and close them.

@@ -195,13 +195,14 @@ class PromptTokens:
 
     ``num_spliced``: number of ids that are original ids of earlier answers. ``images``: the images
     in place of image tokens. ``normalized``: names of the ``--normalize`` rules that changed the
-    conversation.
+    conversation. ``compared``: token ids of a recorded answer, for a `Pooling` that compares it.
     """
 
     token_ids: Sequence[int]
     num_spliced: int = 0
     normalized: tuple[str, ...] = ()
     images: tuple[PromptImage, ...] = ()
+    compared: Sequence[int] = ()
 
     @property
     def cached_ids(self) -> array[int]:
@@ -264,9 +265,11 @@ def make_request(
         constraint_param=None if grammar is None else params.structured_field,
         pooling=pooling,
     )
+    tokens = prepared.prompt.cached_ids
+    tokens.extend(prepared.prompt.compared)
     return Request(
         request_id=request_id,
-        tokens=prepared.prompt.cached_ids,
+        tokens=tokens,
         sampling=sampling,
         stop_ids=stop_ids,
         depth=0 if params.speculation == "off" or pooling is not None else params.speculation,

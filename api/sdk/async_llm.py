@@ -120,6 +120,7 @@ class VerifyCall(ChatFields, total=False):
 
     finish_reason: str | None
     index: int
+    checked_from: int
     lora: str | None
 
 
@@ -417,6 +418,7 @@ class AsyncLLM(EngineClient):
         *,
         finish_reason: str | None = None,
         index: int = 0,
+        checked_from: int = 0,
         lora: str | None = None,
         tools: GivenTools | None = None,
         tool_choice: GivenChoice = None,
@@ -426,12 +428,13 @@ class AsyncLLM(EngineClient):
 
         ``answer``: a choice of a `Completion`, with its index and finish reason; or the text or the
         token ids of choice ``index``, which ended with ``finish_reason`` (None: not compared).
+        ``checked_from``: number of the answer's first tokens that are not compared.
         ``params``: the parameters of the request, with its seed unless the temperature is 0. Raises
         `InvalidRequest`, which names the field.
         """
         await self.start()
         own = one_params(with_adapter(params, lora))
-        recorded = _recorded(answer, finish_reason, index)
+        recorded = replace(_recorded(answer, finish_reason, index), checked_from=checked_from)
         verifier = AnswerVerifier(self, self._chat_client)
         if _is_text_prompt(prompt):
             return await verifier.verify_text(prompt, own, recorded)

@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from ...core.errors import ForetokenError, InvalidRequest
 from ..dialects import APIS, BATCH_PATHS, open_dialects, with_route_prefix
 from ..dialects.batches.routes import Batches
+from ..receipts.routes import ReceiptRoutes
 from ..runtime.engine_client import EngineClient
 from ..serving.dialect import Endpoints, Operation
 from ..serving.errors import ApiError, ClientGone, logged_api_error
@@ -41,7 +42,7 @@ from .sockets.connection import ResponsesSocket
 
 ENDPOINTS: Sequence[type[Endpoints]] = (
     ModelRoutes, TokenRoutes, OperatorRoutes, CacheRoutes, SessionRoutes, AdapterRoutes, Dashboard,
-    Pages, OpenApi,
+    Pages, OpenApi, ReceiptRoutes,
 )  # fmt: skip
 """Routes that belong to no API."""
 

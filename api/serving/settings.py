@@ -92,6 +92,12 @@ class Settings:
         "write (cached and write default to input); in the file, a table",
         "JSON",
     )
+    receipts: str | None = setting(
+        None,
+        "sign the answers of /v1/chat/completions and /v1/completions with the last Ed25519 key of "
+        "this PEM file, which is created if it does not exist (needs the extra receipts)",
+        "FILE",
+    )
     batch_dir: str | None = setting(
         None,
         "folder for /v1/files and /v1/batches, which are then kept across restarts (default: a "

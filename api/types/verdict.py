@@ -35,15 +35,42 @@ class Difference(Struct, kw_only=True, frozen=True):
     excluded_by: str | None = None
 
 
+class Agreement(Struct, kw_only=True, frozen=True):
+    """How well the recorded tokens agree with the model's, if rounding may explain differences.
+
+    Another kind of kernels, or another engine, rounds differently. It may give another token where
+    two scores are nearly equal, but rarely where the margin is large.
+
+    - ``large_margins``: number of compared tokens whose margin exceeds ``tolerance``, or that a
+      parameter excludes.
+    - ``p_value``: probability of at least so many, if the same model gave the answer with other
+      kernels.
+    - ``same_model``: whether ``p_value`` is at least 0.001, so that one answer in 1000 of the same
+      model is wrongly judged.
+    """
+
+    large_margins: int
+    tolerance: float
+    p_value: float
+    same_model: bool
+
+
 class Verdict(Struct, kw_only=True, frozen=True):
-    """Result of the verification of a recorded answer, which ends at the first difference.
+    """Result of the verification of a recorded answer.
+
+    Token ids are compared to the end, each after the recorded tokens before it; a text is compared
+    up to the first difference.
 
     - ``verified``: whether the model gives the recorded answer.
     - ``exact``: whether the model's logits have the same bits in any batch. If not, a difference
       may be due to rounding.
-    - ``checked_tokens``: number of compared tokens, including a different one.
-    - ``different_tokens``: 0 or 1.
+    - ``checked_tokens``: number of compared tokens. After a token that structured output excludes,
+      no token is compared.
+    - ``checked_from``: index of the first compared token; the tokens before it are taken as given.
+    - ``different_tokens``: number of compared tokens that the model would not give; 1 if only the
+      ends differ.
     - ``finish_reason``: why the answer ends after the compared tokens; None if it continues.
+    - ``agreement``: a statistical verdict, for answers of other kernels or engines.
     - ``token_ids``: the model's tokens that were compared with recorded tokens.
     - ``usage``: tokens and steps of the verification.
     """
@@ -51,8 +78,10 @@ class Verdict(Struct, kw_only=True, frozen=True):
     verified: bool
     exact: bool
     checked_tokens: int
+    checked_from: int = 0
     different_tokens: int
     finish_reason: str | None
     first_difference: Difference | None
+    agreement: Agreement
     token_ids: list[int]
     usage: Usage

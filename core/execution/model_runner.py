@@ -181,7 +181,7 @@ class ModelRunner:
         if copies := layout.kv_copies([outcome.path for outcome in verified]):
             self.pool.copy_slots(*zip(*copies, strict=True))
         prompts = layout.prompt_logprobs(work.output.logits)
-        pooled = layout.pooled(work.output.hidden, work.output.logits)
+        pooled = layout.pooled(work.output.hidden, work.output.logits, self.decoder.sampler)
         outputs = [
             _output(*each)
             for each in zip(

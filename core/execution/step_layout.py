@@ -27,6 +27,8 @@ from ..ops.rows.row_table import RowTable
 from ..ops.rows.step_inputs import rows_library
 from ..sampling.drafted_row import DraftedRow
 from ..sampling.logprobs import token_logprobs
+from ..sampling.sampler import Sampler
+from .compared_answer import compare_answer
 from .image_positions import image_positions, image_reaches
 
 # -- slots and segments ----------------------------------------------------------------------------
@@ -203,6 +205,8 @@ def num_logits(scheduled: ScheduledRequest, num_drafted: int, *, samples: bool) 
     """
     pooling = scheduled.sampling.pooling
     if pooling is not None:
+        if pooling.compares:
+            return scheduled.num_pooled
         return len(pooling.rows) if scheduled.pools else 0
     wants_prompt = scheduled.sampling.params.prompt_logprobs is not None
     if wants_prompt and scheduled.start + 1 < scheduled.sampling.prompt_len:
@@ -346,14 +350,21 @@ class StepLayout:
             kept.append([*range(first, first_draft), *(first_draft + node for node in path)])
         return kept
 
-    def pooled(self, hidden: Tensor, logits: Tensor) -> list[array[float] | None]:
-        """Return the pooled vector or scores of each request; None if it pools nothing now.
+    def pooled(self, hidden: Tensor, logits: Tensor, sampler: Sampler) -> list[array[float] | None]:
+        """Return the pooled numbers of each request; None if it pools nothing now.
 
-        ``hidden`` [num_rows, hidden], ``logits`` [num_logits, vocab].
+        ``hidden`` [num_rows, hidden], ``logits`` [num_logits, vocab]. ``sampler`` chooses the
+        model's own tokens, with which recorded answers are compared.
         """
         return [
-            _pooled(each.sampling.pooling, hidden[row + each.stop - each.start - 1], logits[logit:])
-            if each.sampling.pooling is not None and each.pools
+            _pooled(
+                each,
+                pooling,
+                hidden[row + each.stop - each.start - 1],
+                logits[logit:],
+                sampler,
+            )
+            if (pooling := each.sampling.pooling) is not None and each.pools
             else None
             for each, row, logit in zip(
                 self.requests, self.first_rows, self.first_logits, strict=True
@@ -379,11 +390,20 @@ def _logprobs(scheduled: ScheduledRequest, first: int, logits: Tensor) -> Sequen
     return token_logprobs(logits[first : first + len(following)], following, num_top)
 
 
-def _pooled(pooling: Pooling, hidden: Tensor, logits: Tensor) -> array[float]:
+def _pooled(
+    scheduled: ScheduledRequest,
+    pooling: Pooling,
+    hidden: Tensor,
+    logits: Tensor,
+    sampler: Sampler,
+) -> array[float]:
     """Return the pooled numbers of a request: its last row of ``hidden``, or scores of tokens.
 
-    ``hidden`` is [hidden]. The first rows of ``logits`` [_, vocab] are those of `Pooling.rows`.
+    ``hidden`` is [hidden]. The first rows of ``logits`` [_, vocab] are those of `Pooling.rows`, or
+    the ``num_pooled`` rows of a recorded answer that is compared.
     """
+    if pooling.compares:
+        return compare_answer(scheduled, logits[: scheduled.num_pooled], sampler)
     rows = pooling.rows
     if not rows:
         return array("f", hidden.float().cpu().numpy().tobytes())

@@ -87,9 +87,20 @@ class ScheduledRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         return text_ids(self.tokens[start:stop], self.extras.images)
 
     @property
+    def num_pooled(self) -> int:
+        """Number of the step's last rows from which it computes numbers of `Pooling`."""
+        pooling = self.sampling.pooling
+        if pooling is None:
+            return 0
+        if pooling.compare_from is None:
+            return int(self.stop == len(self.tokens))
+        first = self.sampling.prompt_len - 1 + pooling.compare_from
+        return max(0, self.stop - max(self.start, first))
+
+    @property
     def pools(self) -> bool:
-        """Whether the step computes the result of `Pooling`: the chunk reaches the last token."""
-        return self.sampling.pooling is not None and self.stop == len(self.tokens)
+        """Whether the step computes numbers of `Pooling`."""
+        return self.num_pooled > 0
 
 
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):

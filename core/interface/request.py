@@ -146,7 +146,7 @@ class Delta(msgspec.Struct, kw_only=True, array_like=True, forbid_unknown_fields
     token_sources: list[str] = []  # [len(token_ids)] drafter's name, or "" for the target's token
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # stop token id or stop string, if any
-    pooled: Floats | None = None  # result of `Pooling`, in the last delta
+    pooled: Floats | None = None  # numbers of `Pooling`; only comparisons have several such deltas
     error: ForetokenError | None = None  # error that ends the answer, instead of finish_reason
 
     @property
@@ -165,7 +165,10 @@ class Delta(msgspec.Struct, kw_only=True, array_like=True, forbid_unknown_fields
         self.token_sources += later.token_sources
         self.finish_reason = later.finish_reason
         self.stop_reason = later.stop_reason
-        self.pooled = later.pooled
+        if self.pooled is None:
+            self.pooled = later.pooled
+        elif later.pooled is not None:
+            self.pooled += later.pooled
         self.error = later.error
 
 
@@ -183,8 +186,9 @@ class Request:
 
     A request has no prefill or decode state: ``num_pending`` tokens lack their KV. More than one
     pending token is a prefill, which the token budget cuts into chunks; one pending token is a
-    decode, which a draft may follow. With ``sampling.pooling`` the request ends when its prompt is
-    computed, and it never drafts.
+    decode, which a draft may follow. With ``sampling.pooling`` the request ends when its tokens are
+    computed, and it never drafts. If it compares a recorded answer, ``tokens`` has that answer
+    after the prompt.
     """
 
     request_id: str

@@ -17,6 +17,7 @@ import msgspec
 from ..errors import InvalidRequest, shown
 from ..options.checks import (
     MAX_INT,
+    Count,
     TokenId,
     as_tuple,
     check_bounds,
@@ -192,18 +193,25 @@ class BranchPooling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Pooling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A request for numbers of the prompt's last row instead of an answer.
+    """A request for numbers instead of an answer.
 
-    The numbers are the hidden state after the final norm, or, with ``token_ids``, the raw logits of
-    the tokens; with ``is_normalized`` their log-probabilities. With ``branches``, the last tokens
-    of the request are its `Branches`. Then the numbers of the row before them are followed by those
-    of each branch. Raises ValueError for branches without ``token_ids``, and for a branch whose
-    parent does not precede it.
+    The numbers are those of the prompt's last row: the hidden state after the final norm, or, with
+    ``token_ids``, the raw logits of the tokens; with ``is_normalized`` their log-probabilities.
+    With ``branches``, the last tokens of the request are its `Branches`. Then the numbers of the
+    row before them are followed by those of each branch.
+
+    With ``compare_from``, the request's tokens after the prompt are a recorded answer. The numbers
+    are then `TokenComparison` entries: each token from that index of the answer on is compared with
+    the model's own token, and so is the end of the answer.
+
+    Raises ValueError for branches without ``token_ids``, and for a branch whose parent does not
+    precede it.
     """
 
     token_ids: tuple[TokenId, ...] = NO_IDS
     is_normalized: bool = False
     branches: tuple[BranchPooling, ...] = ()
+    compare_from: Count | None = None
 
     def __post_init__(self) -> None:
         """Check the branches."""
@@ -229,6 +237,11 @@ class Pooling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise InvalidRequest("a prompt needs a token before its branches", param="prompt")
         parents = tuple(each.parent for each in self.branches)
         return Branches(num_tokens - len(parents), parents)
+
+    @property
+    def compares(self) -> bool:
+        """Whether a recorded answer is compared."""
+        return self.compare_from is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
@@ -272,6 +285,11 @@ class SamplingMetadata:
     def generates(self) -> bool:
         """Whether the request generates tokens: it has no pooling and is not ``prompt_only``."""
         return self.pooling is None and not self.params.prompt_only
+
+    @property
+    def compares(self) -> bool:
+        """Whether the request compares a recorded answer with the model's own tokens."""
+        return self.pooling is not None and self.pooling.compares
 
     def token_id_fields(self) -> dict[str, Collection[int]]:
         """Return the token ids in the caller's parameters, by the name of the parameter.

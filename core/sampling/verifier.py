@@ -243,6 +243,28 @@ def best(logits: Tensor, rows: Sequence[DraftedRow], num_best: int) -> list[Best
     return found
 
 
+@torch.inference_mode()
+def margins(logits: Tensor, rows: Sequence[DraftedRow], token_ids: Sequence[int]) -> list[float]:
+    """Return by how much each row's highest score exceeds the score of its token in ``token_ids``.
+
+    The margin of a token that the parameters exclude is infinite. ``logits`` [num_rows, vocab] are
+    not changed. `Best` describes scores.
+    """
+    found = [math.inf] * len(rows)
+    for indices, edited, score in _blocks(list(enumerate(rows)), logits):
+        block = [rows[i] for i in indices]
+        values, _ = processed(_take(logits, indices), block, edited)
+        scores, ids = score(values, block)
+        wanted = torch.tensor([[token_ids[i]] for i in indices], device=scores.device)
+        if ids is None:
+            own = scores.gather(-1, wanted)[:, 0]
+        else:
+            own = scores.masked_fill(ids != wanted, -torch.inf).amax(-1)
+        for i, margin in zip(indices, (scores.amax(-1) - own).tolist(), strict=True):
+            found[i] = margin if math.isfinite(margin) else math.inf
+    return found
+
+
 def _ranked(scores: Tensor, num_best: int) -> Iterator[tuple[list[int], list[float]]]:
     """Yield the best columns of each row and their scores, best first, then the lowest column."""
     # topk returns equal values in arbitrary order, and arbitrary values of those equal to the last.

@@ -22,10 +22,13 @@ def cache_limit(request: Request) -> int | None:
     """Return how many tokens the request may read from the cache; None for no limit.
 
     Log-probabilities of prompt tokens need computed rows: only tokens whose log-probabilities were
-    sent already are read from the cache.
+    sent already are read from the cache. A recorded answer that is compared needs computed rows,
+    too.
     """
     if not request.cache.read:
         return 0
+    if request.sampling.compares:
+        return request.prompt_len - 1
     if request.extras.branches is not None:
         return request.extras.branches.first - 1
     if request.extras.kv_budget and request.num_output:

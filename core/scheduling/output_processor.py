@@ -33,7 +33,10 @@ def take_output(request: Request, scheduled: ScheduledRequest, out: RequestOutpu
         _append(request, out, delta)
     request.num_computed = min(scheduled.stop + len(out.path), len(tokens))
     if out.pooled is not None:
-        delta.pooled, delta.finish_reason = out.pooled, FinishReason.STOP
+        delta.pooled = out.pooled
+        request.usage.verify_steps += 1
+        if request.num_pending == 0:
+            delta.finish_reason = FinishReason.STOP
     return delta
 
 
@@ -75,26 +78,27 @@ def _append(request: Request, out: RequestOutput, delta: Delta) -> None:
         delta.token_ids.append(token_id)
         if out.logprobs:
             delta.logprobs.append(out.logprobs[index])
-        _end_at(request, token_id, delta)
-        if delta.terminal:
+        end = end_at(request, token_id, is_full=len(request.tokens) >= request.max_len)
+        if end is not None:
+            delta.finish_reason, delta.stop_reason = end
             return
 
 
-def _end_at(request: Request, token_id: int, delta: Delta) -> None:
-    """Set the finish reason if ``token_id`` ends the answer.
+def end_at(
+    request: Request, token_id: int, *, is_full: bool
+) -> tuple[FinishReason, int | str | None] | None:
+    """Return the finish reason and the stop reason if ``token_id`` ends the answer, else None.
 
-    A stop token or stop string takes precedence over the length limit.
+    ``is_full``: whether the answer has reached its maximum length with this token. A stop token or
+    stop string takes precedence over that limit. The request's ``on_token`` reads the token.
     """
     if token_id in request.stop_ids:
-        delta.finish_reason = FinishReason.STOP
         explicit = token_id in request.sampling.params.stop_token_ids
-        delta.stop_reason = token_id if explicit else None
-        return
+        return FinishReason.STOP, token_id if explicit else None
     stop = request.on_token(token_id) if request.on_token is not None else None
     if stop is not None:
-        delta.finish_reason, delta.stop_reason = FinishReason.STOP, stop
-    elif len(request.tokens) >= request.max_len:
-        delta.finish_reason = FinishReason.LENGTH
+        return FinishReason.STOP, stop
+    return (FinishReason.LENGTH, None) if is_full else None
 
 
 def _new_prompt_logprobs(

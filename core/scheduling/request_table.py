@@ -64,8 +64,8 @@ def check_fits(request: Request, capacity: int) -> None:
     if not request.tokens:
         raise InvalidRequest("prompt must have at least one token", param="prompt")
     most = longest_prompt(capacity, generates=request.sampling.generates)
-    if request.prompt_len > most:
-        raise PromptTooLong(request.prompt_len, most, context=capacity)
+    if len(request.tokens) > most:
+        raise PromptTooLong(len(request.tokens), most, context=capacity)
 
 
 def longest_prompt(capacity: int, *, generates: bool) -> int:
@@ -79,7 +79,7 @@ def longest_prompt(capacity: int, *, generates: bool) -> int:
 def max_len_of(request: Request, capacity: int) -> int:
     """Return the maximum length of prompt and answer in tokens, which is at most ``capacity``."""
     if not request.sampling.generates:
-        return request.prompt_len
+        return len(request.tokens)
     wanted = request.sampling.params.max_tokens
     return capacity if wanted is None else min(capacity, request.prompt_len + wanted)
 
@@ -92,7 +92,8 @@ def kv_budget_of(request: Request, default: int) -> int:
     its prompt.
     """
     params = request.sampling.params
-    keeps_all = params.prompt_logprobs is not None or request.sampling.pooling is not None
+    pools = request.sampling.pooling is not None and not request.sampling.compares
+    keeps_all = params.prompt_logprobs is not None or pools
     if params.kv_budget is not None:
         if not default:
             message = "kv_budget needs a server that is started with --kv-evict"

@@ -519,7 +519,7 @@ class Scheduler:
                 continue
             request = self.running[scheduled.request_id]
             delta = self._commit_request(request, scheduled, out, now, with_drafts=with_drafts)
-            if delta.token_ids or delta.prompt_logprobs or delta.terminal:
+            if delta.token_ids or delta.prompt_logprobs or delta.pooled or delta.terminal:
                 events.append((request, delta))
         return events
 

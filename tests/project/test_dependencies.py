@@ -31,6 +31,7 @@ OPTIONAL = {  # where an extra is needed, and imported for it alone
     "opentelemetry": "otel",
     "matplotlib": "bench",
     "zmq": "events",
+    "cryptography": "receipts",
     "PIL": "images",
     "mooncake": "mooncake",
     "nixl": "pd",
@@ -71,7 +72,7 @@ def test_every_import_is_declared(package: str) -> None:
             assert DISTRIBUTIONS.get(module, module).lower() in names, module
 
 
-SERVER_ROOMS = {"serving", "dialects", "server", "cluster"}
+SERVER_ROOMS = {"receipts", "serving", "dialects", "server", "cluster"}
 SPEAK_HTTP = {"remote", "reference"}  # modules of the command line
 
 

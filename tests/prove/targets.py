@@ -56,7 +56,7 @@ _PLACES: dict[tuple[str, ...], tuple[str, ...]] = {
     ),
     _LEASES: ("cache_limit", "awaits_prefix"),
     ("core/scheduling/test_draft_pages.py",): ("allocate_draft_pages",),
-    _OUTPUT: ("take_output", "_end_at"),
+    _OUTPUT: ("take_output", "end_at"),
     _OVERLAP: (
         "plan_next", "_continuing", "Scheduler.discard_plan",
         "PrefixCache.return_newly_allocated_pages",

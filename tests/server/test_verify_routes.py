@@ -76,11 +76,19 @@ def test_a_difference_has_both_tokens(url: str, path: str, body: dict[str, Any])
     given = [*ids[:7], ids[7] + 1, *ids[8:]]
     found = verdict(url, path, body, answer={"token_ids": given}, index=choice["index"])
     first = found["first_difference"]
-    assert (found["verified"], found["checked_tokens"], found["different_tokens"]) == (False, 8, 1)
+    assert (found["verified"], found["checked_tokens"]) == (False, len(ids))
+    assert found["different_tokens"] >= 1
+    assert found["usage"]["verify_steps"] >= 1
     assert (first["position"], first["given"]["id"], first["own"]["id"]) == (7, given[7], ids[7])
     assert first["given"]["logprob"] < 0
     assert first["margin"] > 0
     assert first["excluded_by"] is None
+    own = {"answer": {"token_ids": ids, "finish_reason": choice["finish_reason"]}}
+    rest = verdict(url, path, body, **own, checked_from=12, index=choice["index"])
+    assert (rest["verified"], rest["checked_from"]) == (True, 12)
+    assert rest["checked_tokens"] == len(ids) - 12
+    assert rest["agreement"]["large_margins"] == 0
+    assert rest["agreement"]["same_model"] is True
 
 
 @both
@@ -101,6 +109,8 @@ def test_bad_answers_get_400_with_their_field(url: str, path: str, body: dict[st
         ({**body, "answer": {"text": "a"}, "index": 4}, "index"),
         ({**body, "answer": {"text": "a"}, "index": -1}, "index"),
         ({**unseeded, "answer": {"text": "a"}}, "seed"),
+        ({**body, "answer": {"text": "a"}, "checked_from": 1}, "checked_from"),
+        ({**body, "answer": {"token_ids": [5]}, "checked_from": 1}, "checked_from"),
     ):
         answer = post(url, f"{path}/verify", wrong)
         assert (answer.status, answer.error["param"]) == (400, param), wrong

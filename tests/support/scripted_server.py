@@ -152,6 +152,8 @@ class ScriptedRunner(ModelRunner):
             at += num_logits(row, num_draft, samples=row.samples)
             if row.samples:
                 self._steer(row, draft, logits[at - num_draft - 1 : at])
+            elif row.sampling.compares:
+                self._steer_recorded(row, logits[at - row.num_pooled : at])
         return super()._verify(work)
 
     def _steer(self, row: ScheduledRequest, draft: Draft, logits: torch.Tensor) -> None:
@@ -161,8 +163,13 @@ class ScriptedRunner(ModelRunner):
         for node, values in enumerate(logits, start=-1):
             path = [] if node < 0 else draft.path(node)
             after = said + self.tokens.join([draft.token_ids[each] for each in path])
-            for token_id, logit in script.next_logits(after).items():
-                values[token_id] = logit
+            _raise(script, after, values)
+
+    def _steer_recorded(self, row: ScheduledRequest, logits: torch.Tensor) -> None:
+        """``logits`` [num_pooled, vocab]: after each of the row's last tokens."""
+        script, first = self._script(row), row.stop - len(logits) + 1
+        for stop, values in enumerate(logits, first):
+            _raise(script, self.tokens.join(row.tokens[row.sampling.prompt_len : stop]), values)
 
     def _script(self, row: ScheduledRequest) -> Script:
         if row.sampling not in self.scripts:
@@ -171,6 +178,11 @@ class ScriptedRunner(ModelRunner):
                 del self.scripts[next(iter(self.scripts))]
             self.scripts[row.sampling] = Script(wanted_answer(prompt), self.tokens)
         return self.scripts[row.sampling]
+
+
+def _raise(script: Script, said: bytes, values: torch.Tensor) -> None:
+    for token_id, logit in script.next_logits(said).items():
+        values[token_id] = logit
 
 
 def build_scripted(model: str | os.PathLike[str] | None, config: Any) -> builder.LocalBuilt:

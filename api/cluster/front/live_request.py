@@ -108,7 +108,7 @@ class LiveRequest:
         else:
             self._set_usage(self._summed(usage_of(form, now)))
         usage = request.usage
-        usage.completion_tokens = request.num_output
+        usage.completion_tokens = request.num_output if request.sampling.generates else 0
         if delta.token_ids and not usage.time_to_first_token:
             usage.time_to_first_token = self.elapsed(now)
         if delta.terminal:

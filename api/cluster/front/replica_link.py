@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from ....core.errors import EngineDead
 from ....core.interface.extras.adapter import Adapter
+from ....core.interface.extras.token_comparison import WIDTH
 from ....core.interface.output import TokenLogprob
 from ....core.interface.request import Delta, FinishReason, Request
 from ...types.results import Body
@@ -148,9 +149,13 @@ def _check_pooled(delta: Delta, live: LiveRequest, dimensions: int) -> None:
     """Raise `WireError` unless the delta has the pooled numbers that the request wants."""
     pooling = live.request.sampling.pooling
     has_stopped = pooling is not None and delta.finish_reason is FinishReason.STOP
-    if (delta.pooled is not None) != has_stopped or (pooling is not None and delta.token_ids):
+    may_pool = pooling is not None and (has_stopped or pooling.compares)
+    is_wrong = delta.pooled is not None and not may_pool
+    if is_wrong or (has_stopped and delta.pooled is None) or (pooling and delta.token_ids):
         raise WireError("the replica sent tokens or pooled values that the request does not want")
-    if pooling is not None and delta.pooled is not None:
+    if pooling is not None and pooling.compares and len(delta.pooled or ()) % WIDTH:
+        raise WireError("the replica sent an incomplete comparison of a token")
+    if pooling is not None and delta.pooled is not None and not pooling.compares:
         wanted = sum(map(len, pooling.rows)) or dimensions
         if len(delta.pooled) != wanted:
             raise WireError(f"the replica sent {len(delta.pooled)} pooled values, not {wanted}")

@@ -9,6 +9,7 @@ from typing import Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
+from ...receipts.receipt import Receipt
 from ...serving.answers import Free, SpeculationUsage
 from ...serving.caching.fields import CacheWriteDetails
 
@@ -212,6 +213,7 @@ class ChatBody(AnswerHead, kw_only=True):
     choices: list[ChatChoiceBody]
     usage: UsageBody
     metrics: MetricsBody | UnsetType = UNSET  # only if a single answer was requested, with drafts
+    receipts: list[Receipt] | UnsetType = UNSET  # only with --receipts; last in a stream
     prompt_token_ids: list[int] | UnsetType = UNSET  # token ids of the prompt, only if requested
     kv_transfer_params: Free | UnsetType = UNSET  # only if another server continues the prompt
 
@@ -222,6 +224,7 @@ class ChunkBody(AnswerHead, kw_only=True):
     choices: list[ChunkChoiceBody]
     usage: UsageBody | UnsetType | None = UNSET
     metrics: MetricsBody | UnsetType = UNSET  # only in the chunk with the final usage
+    receipts: list[Receipt] | UnsetType = UNSET  # only with --receipts; last in a stream
     prompt_token_ids: list[int] | UnsetType = UNSET  # only in the first chunk, if requested
 
 
@@ -232,4 +235,5 @@ class TextBody(AnswerHead, kw_only=True):
     usage: UsageBody | UnsetType | None = UNSET
     # only if a single answer was requested, with drafts; in the last event of a stream
     metrics: MetricsBody | UnsetType = UNSET
+    receipts: list[Receipt] | UnsetType = UNSET  # only with --receipts; last in a stream
     kv_transfer_params: Free | UnsetType = UNSET  # only if another server continues the prompt

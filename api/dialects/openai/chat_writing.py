@@ -74,6 +74,7 @@ class ChatWriter(Writer[ChatAnswer, ChatChoiceBody, ChunkChoiceBody]):
             choices=[self.choice(each) for each in choices],
             usage=self.usage(usage),
             metrics=self.metrics(usage, answer.num_choices),
+            receipts=self.receipts(answer),
         )
         if self._returns_ids:
             body.prompt_token_ids = list(answer.prompt_token_ids)

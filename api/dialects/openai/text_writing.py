@@ -92,7 +92,7 @@ class TextReply(AnswerReply[Answers]):
 
     async def whole(self) -> object:
         """Return all answers in one body."""
-        return self._writer.body(await self._answer.collect())
+        return self._writer.body(self._answer, await self._answer.collect())
 
 
 class CompletionWriter(Writer[Answers, TextChoiceBody, TextChoiceBody]):
@@ -120,7 +120,7 @@ class CompletionWriter(Writer[Answers, TextChoiceBody, TextChoiceBody]):
 
     # -- whole ----------------------------------------------------------------------------------
 
-    def body(self, completions: list[Completion]) -> Struct:
+    def body(self, answer: Answers, completions: list[Completion]) -> Struct:
         """Return all answers in one body."""
         choices = [
             self._choice(prompt_index, completion, choice)
@@ -128,7 +128,8 @@ class CompletionWriter(Writer[Answers, TextChoiceBody, TextChoiceBody]):
             for choice in completion.choices
         ]
         usage = batch_usage([each.usage for each in completions])
-        return self.answer(choices, usage, metrics=self.metrics(usage, len(choices)))
+        metrics = self.metrics(usage, len(choices))
+        return self.answer(choices, usage, metrics=metrics, receipts=self.receipts(answer))
 
     def nothing(self, index: int) -> TextChoiceBody:
         """Return the empty choice of a prompt that was only cached."""

@@ -14,6 +14,9 @@ from msgspec import UNSET, Struct, UnsetType
 from ...._version import __version__
 from ....core.interface.output import TokenLogprob
 from ....core.interface.request import Usage
+from ...receipts.receipt import Receipt
+from ...receipts.signer import ReceiptSigner
+from ...runtime.generation import EndedChoice
 from ...serving.answers import AnswerWriter, RunningAnswer, refuse_aborted, speculation_body
 from ...serving.caching.breakpoints import Breakpoints, write_details
 from ...serving.serving_context import Service
@@ -172,6 +175,9 @@ class Counted(RunningAnswer, Protocol):
     def num_choices(self) -> int:
         """Number of choices."""
 
+    def ended_choices(self) -> Iterator[EndedChoice]:
+        """Yield all choices, once the answer is read to its end."""
+
 
 A = TypeVar("A", bound=Counted)
 C = TypeVar("C", bound=Struct)
@@ -226,6 +232,11 @@ class Writer(AnswerWriter[A], Generic[A, C, D]):
         """Return ``metrics``; UNSET unless there is a single answer."""
         return metrics_body(usage, self._depth) if num_answers == 1 else UNSET
 
+    def receipts(self, answer: A) -> list[Receipt] | UnsetType:
+        """Return the receipts of an answer that was read to its end; UNSET without receipts."""
+        signer = ReceiptSigner.of(self._service)
+        return UNSET if signer is None else signer.receipts(self._head.id, answer.ended_choices())
+
     def set_usage(self, usage: Callable[[], Usage]) -> None:
         """Set the function that returns the usage so far, which chunks may report."""
         self._usage_so_far = usage
@@ -247,12 +258,23 @@ class Writer(AnswerWriter[A], Generic[A, C, D]):
         return self._event(choices, usage, **more)
 
     def end(self, answer: A) -> Iterator[bytes]:
-        """Yield the events after the last choice."""
-        return self._end(answer.usage, answer.num_choices)
+        """Yield the events after the last choice. The last one has the receipts, if there are any.
 
-    def _end(self, usage: Usage, num_answers: int = 0) -> Iterator[bytes]:
+        Without a usage at the end, receipts have an event of their own.
+        """
+        return self._end(answer.usage, answer.num_choices, self.receipts(answer))
+
+    def _end(
+        self,
+        usage: Usage,
+        num_answers: int = 0,
+        receipts: list[Receipt] | UnsetType = UNSET,
+    ) -> Iterator[bytes]:
         if self._include_usage:
-            yield self._event([], self.usage(usage), metrics=self.metrics(usage, num_answers))
+            metrics = self.metrics(usage, num_answers)
+            yield self._event([], self.usage(usage), metrics=metrics, receipts=receipts)
+        elif receipts is not UNSET:
+            yield self._event([], None, receipts=receipts)
         yield DONE
 
     def warmed(self, usages: Sequence[Usage]) -> Reply:

@@ -7,7 +7,7 @@ from typing import Literal
 from msgspec import UNSET, Struct, UnsetType
 
 from ...serving.sampling import TokenIds
-from ...types.verdict import Difference
+from ...types.verdict import Agreement, Difference
 from ..openai.bodies import ChatRequest, CompletionRequest
 
 FinishReason = Literal["stop", "length", "tool_calls", "abort"]
@@ -25,17 +25,25 @@ class GivenAnswer(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class ChatVerifyRequest(ChatRequest, kw_only=True):
-    """Body of /v1/chat/completions/verify. ``index``: number of the choice, if n is above 1."""
+    """Body of /v1/chat/completions/verify. ``index``: number of the choice, if n is above 1.
+
+    ``checked_from``: number of the answer's first tokens that are not compared.
+    """
 
     answer: GivenAnswer
     index: int = 0
+    checked_from: int = 0
 
 
 class CompletionVerifyRequest(CompletionRequest, kw_only=True):
-    """Body of /v1/completions/verify. ``index``: number of the choice, counted over all prompts."""
+    """Body of /v1/completions/verify. ``index``: number of the choice, counted over all prompts.
+
+    ``checked_from``: number of the answer's first tokens that are not compared.
+    """
 
     answer: GivenAnswer
     index: int = 0
+    checked_from: int = 0
 
 
 class VerifyPromptDetails(Struct, kw_only=True):
@@ -67,8 +75,10 @@ class VerdictBody(Struct, kw_only=True):
     verified: bool
     exact: bool
     checked_tokens: int
+    checked_from: int
     different_tokens: int
     finish_reason: str | None
     first_difference: Difference | None
+    agreement: Agreement
     token_ids: list[int] | UnsetType = UNSET  # the compared tokens, only sent if requested
     usage: VerifyUsage

@@ -63,9 +63,11 @@ class _Verify(Dialect[B], Generic[B]):
             verified=verdict.verified,
             exact=verdict.exact,
             checked_tokens=verdict.checked_tokens,
+            checked_from=verdict.checked_from,
             different_tokens=verdict.different_tokens,
             finish_reason=verdict.finish_reason,
             first_difference=verdict.first_difference,
+            agreement=verdict.agreement,
             token_ids=verdict.token_ids if returns_ids else UNSET,
             usage=VerifyUsage(
                 prompt_tokens=usage.prompt_tokens,
@@ -118,4 +120,5 @@ def _recorded(
         text=given.text,
         finish_reason=given.finish_reason,
         index=body.index if index is None else index,
+        checked_from=body.checked_from,
     )

@@ -1,37 +1,37 @@
-"""AnswerVerifier: computes a recorded answer again, with the recorded answer as the draft.
+"""AnswerVerifier: checks whether the model gives a recorded answer with the request's seed.
 
-The verifier of speculative decoding accepts exactly the tokens that the model chooses with the
-request's seed and parameters, so the check needs no rule of its own: it ends at the first token
-that is not the recorded one. A step compares up to 65 tokens; up to 25 if a drafter with weights is
-loaded, because the controller then decides how deep drafts are. The prefix cache is read but not
-written.
+Token ids are compared in a prefill: the recorded answer follows the prompt, and each row of its
+chunks yields the model's own token (`Pooling.compare_from`). So the comparison takes as many steps
+as a prompt of that length, it continues after a difference, and other requests run beside it.
+
+A text may be that of several token sequences, and an answer may have tokens that are not in its
+text, such as its reasoning. If the usual token ids of the text are not the model's answer, the
+model generates, with the text as a draft, and its visible text is compared. The prefix cache is
+read but not written.
 """
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
-from array import array
-from collections.abc import Mapping
-from contextlib import aclosing
-from typing import TYPE_CHECKING
+import math
+from collections.abc import Sequence
+from contextlib import aclosing, suppress
 
-from ....core.errors import DeadlineExceeded, EngineDead
-from ....core.interface.request import DEFAULT_CACHE, CacheOptions
-from ....core.interface.sampling import Pooling, SamplingMetadata
-from ...text.detokenizer import AnswerText
+from ....core.errors import DeadlineExceeded, EngineDead, PromptTooLong
+from ....core.interface.extras.token_comparison import TokenComparison, comparisons_of
+from ....core.interface.request import DEFAULT_CACHE, CacheOptions, Usage
 from ...types.results import TextDelta
 from ...types.sampling_params import SamplingParams
 from ...types.verdict import ComparedToken, Difference, Verdict
-from ..chat import ChatClient, ChoiceReader
+from ..chat import ChatClient
 from ..conversation.chat_input import ChatInput
 from ..engine_client import EngineClient
-from ..generation import Answer
-from ..preprocess import Prompt, PromptTokens
-from .recorded import Comparison, RecordedAnswer
-
-if TYPE_CHECKING:
-    from ....core.sampling.explanation import Explanation
+from ..preprocess import Prompt
+from .agreement import agreement_of
+from .asked import Asked, AskedChat, AskedText, Opened
+from .compared_tokens import ComparedTokens
+from .recorded import RecordedAnswer, TextComparison
+from .visible_text import is_stop
 
 MOST_TEXT = 256  # characters that are tokenized to find a recorded text's next token
 
@@ -55,16 +55,7 @@ class AnswerVerifier:
 
         Raises `InvalidRequest`, `QueueFull`, `DeadlineExceeded` and `EngineDead`.
         """
-        recorded.check(self._llm)
-        own = recorded.replayed(self._llm, params)
-        with self._llm.call():
-            answer = await self._llm.open(
-                prompt, own, request_id=request_id, cache=read_only(cache)
-            )
-            try:
-                return await self._compared(answer, recorded, VisibleText(self._llm, answer))
-            finally:
-                self._llm.forget(answer)
+        return await self._verify(AskedText(self._llm, prompt, cache, request_id), params, recorded)
 
     async def verify_chat(
         self, chat: ChatInput, recorded: RecordedAnswer, *, request_id: str | None = None
@@ -73,62 +64,190 @@ class AnswerVerifier:
 
         Raises the errors of `verify_text`.
         """
-        recorded.check(self._llm)
-        params = recorded.replayed(self._llm, chat.params)
-        own = dataclasses.replace(chat, params=params, cache=read_only(chat.cache), cache_key=None)
-        with self._llm.call():
-            running = await self._chat.open(own, request_id=request_id)
-            try:
-                text = VisibleText(self._llm, running.answer, running.reader())
-                return await self._compared(running.answer, recorded, text)
-            finally:
-                running.close()
+        asked = AskedChat(self._llm, self._chat, chat, request_id)
+        return await self._verify(asked, chat.params, recorded)
 
-    async def _compared(
-        self, answer: Answer, recorded: RecordedAnswer, text: VisibleText
+    async def _verify(
+        self, asked: Asked, params: SamplingParams, recorded: RecordedAnswer
     ) -> Verdict:
-        prompt_len, context = len(answer.prompt_token_ids), self._llm.built.max_model_len
-        recorded.check_room(prompt_len, context)
-        comparison = await self._replay(answer, recorded, text)
-        answer.close()  # the tokens after the comparison are not needed
-        difference = await self._difference(answer, recorded, comparison, text.finish_reason)
+        recorded.check(self._llm)
+        params = recorded.replayed(self._llm, params)
+        with self._llm.call():
+            if (token_ids := recorded.token_ids) is not None:
+                return await self._compare(asked, params, recorded, token_ids)
+            if ids := await self._usual_ids(recorded):
+                with suppress(PromptTooLong):  # the text may have fewer tokens
+                    found = await self._compare(asked, params, recorded, ids)
+                    if found.verified:
+                        return found
+            return await self._generate(asked, params, recorded)
+
+    # -- token ids ------------------------------------------------------------------------------
+
+    async def _compare(
+        self,
+        asked: Asked,
+        params: SamplingParams,
+        recorded: RecordedAnswer,
+        token_ids: Sequence[int],
+    ) -> Verdict:
+        """Compare all recorded token ids with the model's own tokens."""
+        context = self._llm.built.max_model_len
+        recorded.check_room(len((await asked.prompt()).token_ids), context)
+        opened = await asked.compare(params, token_ids, recorded.checked_from)
+        try:
+            numbers = await opened.answer.generations[0].pooled()
+        finally:
+            opened.close()
+        comparisons = list(comparisons_of(numbers))
+        compared = ComparedTokens(opened, recorded, token_ids, comparisons, context)
+        difference = await self._first_difference(asked, params, opened, compared)
+        text = recorded.text
+        is_same = difference is None and (text is None or compared.text == text)
+        return Verdict(
+            verified=is_same,
+            exact=self._llm.built.exact,
+            checked_tokens=len(compared.own),
+            checked_from=recorded.checked_from,
+            different_tokens=max(len(compared.differences), int(difference is not None)),
+            finish_reason=opened.text.finish_reason,
+            first_difference=difference,
+            agreement=agreement_of(
+                [each.margin for each in compared.differences], len(compared.own)
+            ),
+            token_ids=compared.own,
+            usage=_usage(opened),
+        )
+
+    async def _first_difference(
+        self, asked: Asked, params: SamplingParams, opened: Opened, compared: ComparedTokens
+    ) -> Difference | None:
+        if compared.differences:
+            first = compared.differences[0]
+            given = compared.token_ids[first.position]
+            return self._explained(opened, first, given=given, own=first.own)
+        position = compared.num_same
+        if compared.given_after_end is not None:
+            return await self._looked_up(
+                asked, params, compared.token_ids[:position], given=compared.given_after_end
+            )
+        if compared.own_after_end is not None:
+            return self._explained(
+                opened, compared.own_after_end, given=None, own=compared.own_after_end.own
+            )
+        if compared.ends_otherwise:
+            return Difference(position=position, given=None, own=None)
+        return None
+
+    async def _looked_up(
+        self,
+        asked: Asked,
+        params: SamplingParams,
+        same: Sequence[int],
+        *,
+        given: int | None = None,
+        own: int | None = None,
+    ) -> Difference:
+        """Return the difference after the tokens ``same``, from logits that are computed now."""
+        ids = [*same, *(() if given is None else (given,))]
+        opened = await asked.compare(params, ids, len(same))
+        try:
+            numbers = await opened.answer.generations[0].pooled()
+        finally:
+            opened.close()
+        first = next(comparisons_of(numbers))
+        # The logits were computed again and may differ, for example without packed KV. They explain
+        # the choice only if they lead to it.
+        is_sure = own is None or first.own == own
+        return self._explained(opened, first, given=given, own=own, is_sure=is_sure)
+
+    def _explained(
+        self,
+        opened: Opened,
+        found: TokenComparison,
+        *,
+        given: int | None,
+        own: int | None,
+        is_sure: bool = True,
+    ) -> Difference:
+        excluder = found.excluder if is_sure else None
+        if excluder == "constraint":
+            excluder = opened.answer.request.sampling.constraint_param
+        has_margin = is_sure and given is not None and own is not None
+        return Difference(
+            position=found.position,
+            given=self._token(given, found.given_logprob),
+            own=self._token(own, found.own_logprob),
+            margin=found.margin if has_margin and math.isfinite(found.margin) else None,
+            excluded_by=excluder,
+        )
+
+    def _token(self, token_id: int | None, logprob: float) -> ComparedToken | None:
+        if token_id is None:
+            return None
+        text = self._llm.tokenizer.decode([token_id], skip_special_tokens=False)
+        return ComparedToken(id=token_id, text=text, logprob=logprob)
+
+    # -- texts ----------------------------------------------------------------------------------
+
+    async def _usual_ids(self, recorded: RecordedAnswer) -> Sequence[int]:
+        """Return the tokenizer's token ids of the recorded text, without a stop token."""
+        return await self._llm.tokenizer.encode_prediction(recorded.text or "")
+
+    async def _generate(
+        self, asked: Asked, params: SamplingParams, recorded: RecordedAnswer
+    ) -> Verdict:
+        """Generate an answer and compare its visible text, up to the first difference."""
+        params = recorded.as_draft(self._llm, params)
+        opened = await asked.generate(params)
+        try:
+            comparison = await self._replay(opened, recorded)
+        finally:
+            opened.close()  # the tokens after the comparison are not needed
+        difference = await self._text_difference(
+            asked, params, recorded, comparison, opened.text.finish_reason
+        )
+        margins = [math.inf]
+        if difference is not None and difference.margin is not None:
+            margins = [difference.margin]
         return Verdict(
             verified=difference is None,
             exact=self._llm.built.exact,
             checked_tokens=comparison.num_checked,
             different_tokens=int(difference is not None),
-            finish_reason=text.finish_reason,
+            finish_reason=opened.text.finish_reason,
             first_difference=difference,
+            agreement=agreement_of(
+                margins if comparison.is_different else [], comparison.num_checked
+            ),
             token_ids=comparison.own[: comparison.num_checked],
-            usage=dataclasses.replace(answer.usage, completion_tokens=0),
+            usage=_usage(opened),
         )
 
-    async def _replay(
-        self, answer: Answer, recorded: RecordedAnswer, text: VisibleText
-    ) -> Comparison:
-        """Compare the model's answer with the recorded one, up to the first difference."""
-        comparison = Comparison(recorded)
-        async with aclosing(answer.generations[0].deltas()) as deltas:
+    async def _replay(self, opened: Opened, recorded: RecordedAnswer) -> TextComparison:
+        """Compare the model's visible text with the recorded one, up to the first difference."""
+        comparison, text = TextComparison(recorded.text or ""), opened.text
+        async with aclosing(opened.answer.generations[0].deltas()) as deltas:
             async for delta in deltas:
                 _refuse_aborted(delta)
                 last = len(delta.token_ids) - 1
                 for at, token_id in enumerate(delta.token_ids):
                     end = delta if delta.finish_reason is not None and at == last else None
                     piece = text.add(token_id, end)
-                    if not comparison.take(token_id, piece, is_stop=_is_stop(end)):
-                        return comparison
-                    if text.finish_reason is not None and recorded.token_ids is None:
+                    goes_on = comparison.take(token_id, piece, is_stop=is_stop(end))
+                    if not goes_on or text.finish_reason is not None:
                         return comparison
         return comparison
 
-    async def _difference(
+    async def _text_difference(
         self,
-        answer: Answer,
+        asked: Asked,
+        params: SamplingParams,
         recorded: RecordedAnswer,
-        comparison: Comparison,
+        comparison: TextComparison,
         finish_reason: str | None,
     ) -> Difference | None:
-        position, own = len(comparison.same), None
+        own: int | None = None
         given: int | None = None
         if comparison.is_different or (finish_reason is None and not recorded.may_continue):
             own = comparison.own[-1]
@@ -137,131 +256,20 @@ class AnswerVerifier:
         elif recorded.may_continue or finish_reason == recorded.finish_reason:
             return None
         if own is None and given is None:
-            return Difference(position=position, given=None, own=None)
-        return await self._explained(answer, comparison.same, given, own)
+            return Difference(position=len(comparison.same), given=None, own=None)
+        return await self._looked_up(asked, params, comparison.same, given=given, own=own)
 
-    async def _recorded_token(self, recorded: RecordedAnswer, comparison: Comparison) -> int | None:
-        """Return the recorded token at the first difference.
-
-        If only a text was recorded, the text after the equal characters is tokenized, and its
-        first token is returned.
-        """
-        if recorded.token_ids is not None:
-            return recorded.token_ids[len(comparison.same)]
-        known = recorded.text or ""
-        rest = known[comparison.num_same_chars :][:MOST_TEXT]
+    async def _recorded_token(
+        self, recorded: RecordedAnswer, comparison: TextComparison
+    ) -> int | None:
+        """Return the first token of the recorded text after the equal characters."""
+        rest = (recorded.text or "")[comparison.num_same_chars :][:MOST_TEXT]
         ids = await self._llm.tokenizer.encode_prediction(rest)
         return ids[0] if ids else None
 
-    async def _explained(
-        self, answer: Answer, same: list[int], given: int | None, own: int | None
-    ) -> Difference:
-        tokens = array("q", [*answer.prompt.cached_ids, *same])
-        logits, sampling = await self._logits(answer, same), _forked(answer.request.sampling)
-        found = await asyncio.to_thread(_explain, logits, tokens, sampling, given, own)
-        # The logits were computed again and may differ, for example without packed KV. They explain
-        # the choice only if they lead to it.
-        is_sure = own is None or found.chosen == own
-        return Difference(
-            position=len(same),
-            given=self._token(given, found.logprobs),
-            own=self._token(own, found.logprobs),
-            margin=found.margin if is_sure else None,
-            excluded_by=found.excluded_by if is_sure else None,
-        )
 
-    async def _logits(self, answer: Answer, same: list[int]) -> array[float]:
-        """Return the raw logits [vocab] after the prompt, followed by the tokens ``same``."""
-        prompt, params = answer.prompt, answer.params
-        pooled = await self._llm.open(
-            PromptTokens([*prompt.token_ids, *same], images=prompt.images),
-            SamplingParams(
-                cache_salt=params.cache_salt,
-                lora=params.lora,
-                deadline=params.deadline,
-                priority=params.priority,
-            ),
-            cache=read_only(answer.request.cache),
-            pooling=Pooling(tuple(range(self._llm.built.vocab_size))),
-        )
-        try:
-            return await pooled.generations[0].pooled()
-        finally:
-            self._llm.forget(pooled)
-
-    def _token(self, token_id: int | None, logprobs: Mapping[int, float]) -> ComparedToken | None:
-        if token_id is None:
-            return None
-        text = self._llm.tokenizer.decode([token_id], skip_special_tokens=False)
-        return ComparedToken(id=token_id, text=text, logprob=logprobs[token_id])
-
-
-class VisibleText:
-    """The visible text of an answer, token by token.
-
-    It is the content of the message if a ``reader`` parses the answer, otherwise the whole text.
-    """
-
-    def __init__(
-        self, llm: EngineClient, answer: Answer, reader: ChoiceReader | None = None
-    ) -> None:
-        request, params = answer.request, answer.params
-        self.finish_reason: str | None = None  # set at the end of the answer
-        self._reader = reader
-        self._text = AnswerText(
-            llm.tokenizer.detokenizer(answer.prompt_token_ids, request.shown_ids),
-            stops=tuple(params.stop),
-            min_tokens=params.min_tokens,
-        )
-
-    def add(self, token_id: int, end: TextDelta | None) -> str:
-        """Add a token and return the text that becomes visible with it.
-
-        ``end``: the last delta of the answer, if the token is the last one.
-        """
-        if not _is_stop(end):
-            self._text.add_token(token_id)
-        piece = self._text.take(final=end is not None)
-        reason = None if end is None else end.finish_reason
-        if self._reader is None:
-            self.finish_reason = reason
-            return piece
-        stop_reason = None if end is None else end.stop_reason
-        delta = TextDelta(
-            text=piece, token_ids=[token_id], finish_reason=reason, stop_reason=stop_reason
-        )
-        parts = self._reader.read(delta)
-        self.finish_reason = self._reader.choice.finish_reason or None
-        return "".join(part.text for part in parts)
-
-
-def read_only(cache: CacheOptions) -> CacheOptions:
-    """Return options that read from the cache if ``cache`` does, and write nothing to it."""
-    return CacheOptions(read=cache.read, write=False)
-
-
-def _explain(
-    logits: array[float],
-    tokens: array[int],
-    sampling: SamplingMetadata,
-    given: int | None,
-    own: int | None,
-) -> Explanation:
-    from ....core.sampling.explanation import explain  # loads torch
-
-    return explain(logits, tokens, sampling, given, own)
-
-
-def _forked(sampling: SamplingMetadata) -> SamplingMetadata:
-    """Return a copy with a constraint of its own, because the model thread uses the request's."""
-    constraint = sampling.constraint
-    fork = None if constraint is None else constraint.fork()
-    return dataclasses.replace(sampling, constraint=fork)
-
-
-def _is_stop(end: TextDelta | None) -> bool:
-    """Whether the last token of an answer is a stop token, which has no text."""
-    return end is not None and end.finish_reason == "stop" and not isinstance(end.stop_reason, str)
+def _usage(opened: Opened) -> Usage:
+    return dataclasses.replace(opened.answer.usage, completion_tokens=0)
 
 
 def _refuse_aborted(delta: TextDelta) -> None:

@@ -26,13 +26,15 @@ class RecordedAnswer:
 
     ``token_ids`` may lack the stop token. ``text`` is the visible text: in a conversation, the
     content of the message. If ``finish_reason`` is None or "abort", the ends are not compared.
-    ``index``: number of the choice.
+    ``index``: number of the choice. ``checked_from``: number of leading tokens that are taken as
+    given; only for token ids.
     """
 
     token_ids: Sequence[int] | None = None
     text: str | None = None
     finish_reason: str | None = None
     index: int = 0
+    checked_from: int = 0
 
     @property
     def may_continue(self) -> bool:
@@ -45,8 +47,10 @@ class RecordedAnswer:
             raise InvalidRequest("answer must have either token_ids or text", param="answer")
         if self.text is not None:
             self._check_text(self.text)
+            require(self.checked_from == 0, "checked_from", "needs token_ids in the answer")
         else:
             self._check_ids(llm, self.token_ids or ())
+            check_integer("checked_from", self.checked_from, 0, len(self.token_ids or ()) - 1)
 
     def _check_text(self, text: str) -> None:
         name = "answer.text"
@@ -71,10 +75,10 @@ class RecordedAnswer:
         require(num_tokens <= context, "answer.token_ids", message)
 
     def replayed(self, llm: EngineClient, params: SamplingParams) -> SamplingParams:
-        """Return the parameters that make the model repeat the choice ``index``.
+        """Return the parameters with which the model repeats the choice ``index``.
 
-        The recorded answer is the draft. Raises `InvalidRequest` for a wrong index, and for a
-        missing seed if the answer depends on one.
+        Raises `InvalidRequest` for a wrong index, and for a missing seed if the answer depends on
+        one.
         """
         params = llm.built.sampling_defaults.fill(params)
         check_integer("index", self.index, 0, params.n - 1)
@@ -84,26 +88,27 @@ class RecordedAnswer:
             message = "seed is required: at a temperature above 0, the answer depends on it"
             raise InvalidRequest(message, param="seed")
         own, seed = next(islice(children(params), self.index, None))
+        return dataclasses.replace(
+            own, seed=seed, logprobs=None, prompt_logprobs=None, prediction=None, speculation="off"
+        )
+
+    def as_draft(self, llm: EngineClient, params: SamplingParams) -> SamplingParams:
+        """Return parameters with which the model generates, with the recorded text as a draft."""
         # A proposer would also draft, at the same depth.
         is_free = LOOK_UPS.issuperset(llm.built.drafters)
         return dataclasses.replace(
-            own,
-            seed=seed,
-            logprobs=None,
-            prompt_logprobs=None,
-            prediction=self.text or self.token_ids,
-            speculation=WIDEST if is_free else "auto",
+            params, prediction=self.text, speculation=WIDEST if is_free else "auto"
         )
 
 
-class Comparison:
-    """Compares a recorded answer with the model's tokens, one by one.
+class TextComparison:
+    """Compares a recorded text with the model's visible text, token by token.
 
-    ``is_different``: the model's last token is not the recorded one. ``is_longer``: the model's
-    last token comes after the end of the recorded answer.
+    ``is_different``: the texts differ from the model's last token on. ``is_longer``: the model's
+    last token continues the visible text after the end of the recorded one.
     """
 
-    def __init__(self, recorded: RecordedAnswer) -> None:
+    def __init__(self, recorded: str) -> None:
         self.own: list[int] = []  # the model's tokens, including one after the recorded answer
         self.text = ""  # the model's visible text
         self._num_chars_before = 0  # length of the visible text before the last token
@@ -113,29 +118,21 @@ class Comparison:
     def take(self, token_id: int, text: str, *, is_stop: bool) -> bool:
         """Take the model's next token and its visible text; return whether to continue.
 
-        ``is_stop``: whether the token is a stop token, which a recorded answer may lack.
+        ``is_stop``: whether the token is a stop token, which has no text.
         """
         self._num_chars_before = len(self.text)
         self.own.append(token_id)
         self.text += text
-        given, known = self._recorded.token_ids, self._recorded.text or ""
-        if given is None:
-            self.is_longer = len(self.text) > len(known) and self.text.startswith(known)
-            ends_early = is_stop and len(self.text) < len(known)
-            self.is_different = ends_early or not (self.is_longer or known.startswith(self.text))
-        else:
-            at = len(self.own) - 1
-            self.is_longer = at >= len(given) and not is_stop
-            self.is_different = at < len(given) and token_id != given[at]
+        known = self._recorded
+        self.is_longer = len(self.text) > len(known) and self.text.startswith(known)
+        ends_early = is_stop and len(self.text) < len(known)
+        self.is_different = ends_early or not (self.is_longer or known.startswith(self.text))
         return not (self.is_different or self.is_longer)
 
     @property
     def is_shorter(self) -> bool:
         """Whether the recorded answer continues after the model's last token."""
-        given = self._recorded.token_ids
-        if given is None:
-            return len(self.text) < len(self._recorded.text or "")
-        return len(self.own) < len(given)
+        return len(self.text) < len(self._recorded)
 
     @property
     def num_same_chars(self) -> int:
@@ -145,9 +142,7 @@ class Comparison:
     @property
     def num_checked(self) -> int:
         """Number of tokens that were compared with recorded ones."""
-        count = len(self.own) - self.is_longer
-        given = self._recorded.token_ids
-        return count if given is None else min(count, len(given))
+        return len(self.own) - self.is_longer
 
     @property
     def same(self) -> list[int]:

@@ -1,0 +1,1 @@
+"""Receipts: signed statements of which model gave an answer, with which parameters and seed."""

@@ -1,0 +1,128 @@
+"""Receipt: what a server states about one answer, as signed JSON."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from array import array
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from msgspec import Struct
+
+from ...core.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import (
+        Ed25519PrivateKey,
+        Ed25519PublicKey,
+    )
+
+VERSION = 1
+
+
+class Statement(Struct, kw_only=True, frozen=True):
+    """What a receipt states.
+
+    - ``id``, ``index``: id of the response and number of the choice. ``created``: seconds since
+      1970.
+    - ``model``: name of the model, ``model_digest``: SHA-256 of the hashes of its files,
+      ``adapter``: name of the LoRA adapter.
+    - ``release``, ``kernels``, ``options``: release of foretoken, kernels, and options of the
+      engine that may change a token.
+    - ``prompt_sha256``, ``answer_sha256``: of the token ids, each a 64-bit little-endian integer.
+    - ``sampling``, ``seed``: the parameters that determine tokens, and the seed of this choice.
+    - ``num_tokens``, ``finish_reason``: of the answer.
+    """
+
+    version: int
+    id: str
+    index: int
+    created: int
+    model: str
+    model_digest: str
+    adapter: str | None
+    release: str
+    kernels: str
+    options: dict[str, Any]
+    prompt_sha256: str
+    sampling: dict[str, Any]
+    seed: int
+    answer_sha256: str
+    num_tokens: int
+    finish_reason: str
+
+
+class Receipt(Struct, kw_only=True, frozen=True):
+    """A signed statement. ``payload``: the `Statement` in JSON; ``signature``: base64, Ed25519.
+
+    The signature is of the payload's bytes, so the payload must be kept as it is.
+    """
+
+    index: int
+    key_id: str
+    payload: str
+    signature: str
+
+
+def sign(statement: Statement, key_id: str, key: Ed25519PrivateKey) -> Receipt:
+    """Return the signed receipt of a statement."""
+    payload = msgspec.json.encode(statement)
+    signature = base64.b64encode(key.sign(payload)).decode()
+    return Receipt(
+        index=statement.index, key_id=key_id, payload=payload.decode(), signature=signature
+    )
+
+
+def opened(receipt: Receipt, keys: Mapping[str, Ed25519PublicKey]) -> Statement:
+    """Return what a receipt states.
+
+    Raises `InvalidRequest` if the receipt was altered, or signed with an unknown key.
+    """
+    from cryptography.exceptions import InvalidSignature
+
+    key = keys.get(receipt.key_id)
+    if key is None:
+        raise refused(f"its key {receipt.key_id} is not among the given keys")
+    try:
+        key.verify(base64.b64decode(receipt.signature), receipt.payload.encode())
+    except (InvalidSignature, ValueError):
+        raise refused("it was altered: the signature does not match") from None
+    try:
+        statement = msgspec.json.decode(receipt.payload, type=Statement)
+    except msgspec.DecodeError as error:
+        raise refused(f"its payload is not a statement: {error}") from None
+    if statement.version != VERSION:
+        raise refused(f"its version is {statement.version}, and {VERSION} is supported")
+    return statement
+
+
+def check_answer(
+    statement: Statement, index: int, token_ids: Sequence[int], finish_reason: object
+) -> None:
+    """Raise `InvalidRequest` if the receipt is one of another answer."""
+    if statement.index != index:
+        raise refused(f"it is of choice {statement.index}")
+    if hash_of(token_ids) != statement.answer_sha256:
+        raise refused("it is of another answer: the hash of the token ids differs")
+    if finish_reason != statement.finish_reason:
+        raise refused(f"its answer ended with {statement.finish_reason}, not {finish_reason}")
+
+
+def hash_of(token_ids: Sequence[int]) -> str:
+    """Return the SHA-256 of token ids as 64-bit little-endian integers, in hexadecimal."""
+    return hashlib.sha256(array("q", token_ids).tobytes()).hexdigest()
+
+
+def digest_of(model: Path) -> str:
+    """Return the SHA-256 of the hashes of a model's config and weights, in hexadecimal."""
+    from ..certify.identity import weight_hashes  # loads torch
+
+    return hashlib.sha256(msgspec.json.encode(weight_hashes(model))).hexdigest()
+
+
+def refused(reason: str) -> InvalidRequest:
+    """Return the error of a receipt that cannot be accepted."""
+    return InvalidRequest(f"the receipt is refused: {reason}", param="receipt")

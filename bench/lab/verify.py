@@ -1,0 +1,323 @@
+"""Verification of answers: `python -m foretoken.bench.lab.verify PART`.
+
+- ``speed``: seconds to generate an answer and to verify it, in turns on one engine. No prefix is
+  cached: each round has its own salt.
+- ``detection``: answers of changed models and requests, verified by the unchanged model: tokens up
+  to the first difference, and the share that the statistical verdict rejects.
+- ``kernels``: answers of the torch backend, verified by the native kernels. The share of large
+  margins is the rate of `api/runtime/verifying/agreement.py`.
+- ``false``: answers of many parameters, generated with drafts and in batches by one process,
+  verified one by one in another process without drafts: the number of false verdicts.
+
+Each part reads ``--model``: ``smollm2``, ``builtin``, a folder, or ``off-grid``, the twin of
+SmolLM2 in bfloat16 that `python -m foretoken.bench.off_grid` describes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import multiprocessing
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from msgspec import structs
+
+from ... import AsyncLLM, Choice, SamplingParams, Verdict
+from ..common.report import RESULTS, heading, table, write_json
+from ..off_grid import write_off_grid
+
+SUBJECTS = ("rivers", "trains", "bread", "stars", "chess", "glass", "bees", "maps", "rain", "salt")
+TASKS = (
+    "Write a short story about {}.",
+    "Explain {} to a child.",
+    "List ten facts about {} as bullet points.",
+    "Write a Python class that models {}.",
+    "Translate into French: I read a long book about {} yesterday.",
+)
+SYSTEMS = ("You are a helpful assistant.", "You are a helpful and brief assistant.")
+Row = Mapping[str, object]
+Message = Mapping[str, str]
+FORM = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 20}, "size": {"type": "integer"}},
+    "required": ["name", "size"],
+}
+# Parameters of `false`; each answer has one of them, and a seed of its own.
+KINDS: Mapping[str, Mapping[str, Any]] = {
+    "greedy": {"temperature": 0},
+    "sampled": {},
+    "hot": {"temperature": 1.7},
+    "cuts": {"temperature": 0.8, "top_p": 0.9, "top_k": 40, "min_p": 0.02},
+    "penalties": {"repetition_penalty": 1.15, "presence_penalty": 0.4, "frequency_penalty": 0.2},
+    "bias": {"logit_bias": {300: 3.0, 206: -5.0}},
+    "bans": {"bad_words": ["the", "of"]},
+    "stop": {"stop": ["e t", ".\n"], "min_tokens": 5},
+    "stop ids": {"stop_token_ids": [30, 31, 260], "min_tokens": 9},
+    "schema": {"json_schema": FORM},
+    "regex": {"regex": r"[a-f]{3,9}-\d{2,60}"},
+    "choice": {"choice": ["yes, certainly", "no"]},
+}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure, print, and write JSON to ``--out``."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("part", choices=PARTS, help="what to measure")
+    parser.add_argument("--model", default="off-grid", help="model (off-grid)")
+    parser.add_argument("--answers", type=int, default=20, help="number of answers (20)")
+    parser.add_argument("--tokens", type=int, default=128, help="tokens of an answer (128)")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds of speed (5)")
+    parser.add_argument("--threads", type=int, default=2, help="threads of the model (2)")
+    parser.add_argument("--out", type=Path, help="file to write")
+    options = parser.parse_args(argv)
+    if options.model == "off-grid":
+        options.model = str(write_off_grid(Path(tempfile.gettempdir()) / "smollm2-off-grid"))
+    print(*(f"{key}: {value}" for key, value in heading().items()), sep="\n", flush=True)
+    rows = PARTS[options.part](options)
+    print(table(rows))
+    out = options.out or RESULTS / f"verify-{options.part}.json"
+    write_json(out, {**heading(), "rows": rows})
+
+
+# -- speed -----------------------------------------------------------------------------------------
+
+
+def speed(options: argparse.Namespace) -> list[Row]:
+    """Return the seconds of generation and verification, greedy and sampled."""
+    return asyncio.run(_speed(options))
+
+
+async def _speed(options: argparse.Namespace) -> list[Row]:
+    rows: list[Row] = []
+    async with _llm(options, draft="none") as llm:
+        for temperature in (0.0, 1.0):
+            pairs = [
+                await _timed(llm, options.tokens, temperature, seed)
+                for seed in range(options.rounds + 1)
+            ][1:]
+            generated, verified, steps = zip(*pairs, strict=True)
+            ratios = [own / check for own, check in zip(generated, verified, strict=True)]
+            rows.append(
+                {
+                    "temperature": temperature,
+                    "tokens": options.tokens,
+                    "generate_s": _spread(generated),
+                    "verify_s": _spread(verified),
+                    "steps": max(steps),
+                    "times_faster": _spread(ratios),
+                }
+            )
+    return rows
+
+
+async def _timed(
+    llm: AsyncLLM, tokens: int, temperature: float, seed: int
+) -> tuple[float, float, int]:
+    """Return seconds of an answer and of its verification, and the steps of the verification."""
+    params = SamplingParams(
+        temperature=temperature, seed=seed, max_tokens=tokens, ignore_eos=True, cache_salt=str(seed)
+    )
+    messages = next(_conversations(1))
+    began = time.perf_counter()
+    choice = (await llm.chat(messages, params)).choices[0]
+    middle = time.perf_counter()
+    other = dataclasses.replace(params, cache_salt=f"{seed}-verified")
+    verdict = await llm.verify(messages, choice, other)
+    ended = time.perf_counter()
+    if not verdict.verified:
+        raise RuntimeError(f"a false verdict: {verdict.first_difference}")
+    return middle - began, ended - middle, verdict.usage.verify_steps
+
+
+# -- detection -------------------------------------------------------------------------------------
+
+
+def detection(options: argparse.Namespace) -> list[Row]:
+    """Return how many tokens it takes to detect answers of other models and requests."""
+    plain = {"temperature": 1.0}
+    cases: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any], str]] = {
+        "the same model and request": ({}, plain, SYSTEMS[0]),
+        "int8 twin, temperature 1": ({"quantize": "int8"}, plain, SYSTEMS[0]),
+        "int8 twin, greedy": ({"quantize": "int8"}, {"temperature": 0}, SYSTEMS[0]),
+        "int4 twin, temperature 1": ({"quantize": "int4"}, plain, SYSTEMS[0]),
+        "int4 twin, greedy": ({"quantize": "int4"}, {"temperature": 0}, SYSTEMS[0]),
+        "temperature 0.9 for 1": ({}, {"temperature": 0.9}, SYSTEMS[0]),
+        "another system prompt": ({}, plain, SYSTEMS[1]),
+    }
+    rows: list[Row] = []
+    for name, (engine, changed, system) in cases.items():
+        choices = asyncio.run(_answers(options, engine, changed, system))
+        claimed = changed if changed["temperature"] == 0 else plain
+        verdicts = asyncio.run(_verdicts(options, choices, claimed))
+        rows.append({"answers of": name, **_found(verdicts)})
+        print(rows[-1], flush=True)
+    choices = asyncio.run(_answers(options, {}, plain, SYSTEMS[0]))
+    at = options.tokens // 2
+    changed_ids = [
+        structs.replace(each, token_ids=_one_changed(each.token_ids, at)) for each in choices
+    ]
+    found = asyncio.run(_verdicts(options, changed_ids, plain))
+    late = sum(each.first_difference is None or each.first_difference.position != at
+               for each in found)  # fmt: skip
+    rows.append({"answers of": f"token {at} changed", **_found(found), "at another token": late})
+    return rows
+
+
+def _one_changed(ids: Sequence[int], at: int) -> list[int]:
+    changed = list(ids)
+    if len(changed) > at:
+        changed[at] += 1
+    return changed
+
+
+def kernels(options: argparse.Namespace) -> list[Row]:
+    """Return how often answers of the torch backend have large margins with native kernels."""
+    rows: list[Row] = []
+    cases: Mapping[str, Mapping[str, Any]] = {
+        "greedy": {"temperature": 0},
+        "temperature 1": {"temperature": 1.0},
+        "top-p 0.9": {"temperature": 1.0, "top_p": 0.9},
+    }
+    for name, params in cases.items():
+        choices = asyncio.run(_answers(options, {"backend": "torch"}, params, SYSTEMS[0]))
+        rows.append({"answers": name, **_found(asyncio.run(_verdicts(options, choices, params)))})
+        print(rows[-1], flush=True)
+    return rows
+
+
+async def _answers(
+    options: argparse.Namespace, engine: Mapping[str, Any], changed: Mapping[str, Any], system: str
+) -> list[Choice]:
+    async with _llm(options, **engine) as llm:
+        asked = [
+            llm.chat(messages, _params(options, seed, changed))
+            for seed, messages in enumerate(_conversations(options.answers, system))
+        ]
+        return [each.choices[0] for each in await asyncio.gather(*asked)]
+
+
+async def _verdicts(
+    options: argparse.Namespace, choices: Sequence[Choice], params: Mapping[str, Any]
+) -> list[Verdict]:
+    async with _llm(options) as llm:
+        asked = [
+            llm.verify(messages, choice, _params(options, seed, params))
+            for seed, (messages, choice) in enumerate(
+                zip(_conversations(len(choices)), choices, strict=True)
+            )
+        ]
+        return list(await asyncio.gather(*asked))
+
+
+def _params(options: argparse.Namespace, seed: int, changed: Mapping[str, Any]) -> SamplingParams:
+    return SamplingParams(seed=seed, max_tokens=options.tokens, ignore_eos=True, **changed)
+
+
+def _found(verdicts: Sequence[Verdict]) -> Row:
+    """Return how many tokens were needed until the first difference, and the shares of tokens."""
+    until = sorted(
+        each.first_difference.position + 1 for each in verdicts if each.first_difference is not None
+    )
+    num_tokens = sum(each.checked_tokens for each in verdicts)
+    return {
+        "number": len(verdicts),
+        "detected": len(until),
+        "median": statistics.median(until) if until else None,
+        "p95": until[min(len(until) - 1, int(0.95 * len(until)))] if until else None,
+        "tokens": num_tokens,
+        "different": sum(each.different_tokens for each in verdicts),
+        "large": sum(each.agreement.large_margins for each in verdicts),
+        "rejected": sum(not each.agreement.same_model for each in verdicts),
+    }
+
+
+# -- false verdicts --------------------------------------------------------------------------------
+
+
+def false_verdicts(options: argparse.Namespace) -> list[Row]:
+    """Return the number of false verdicts for each kind of parameters."""
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(1) as other:  # another process, with drafts
+        choices = other.apply(_generated, (options,))
+    verdicts = asyncio.run(_verified(options, choices))
+    rows: list[Row] = []
+    for at, kind in enumerate(KINDS):
+        mine = verdicts[at :: len(KINDS)]
+        rows.append(
+            {
+                "parameters": kind,
+                "answers": len(mine),
+                "tokens": sum(each.checked_tokens for each in mine),
+                "false": sum(not each.verified for each in mine),
+            }
+        )
+    return rows
+
+
+def _generated(options: argparse.Namespace) -> list[Choice]:
+    return asyncio.run(_generate(options))
+
+
+async def _generate(options: argparse.Namespace) -> list[Choice]:
+    async with _llm(options, draft="auto") as llm:
+
+        async def one(at: int, messages: Sequence[Message]) -> Choice:
+            async with room:
+                return (await llm.chat(messages, _kind_params(options, at))).choices[0]
+
+        room = asyncio.Semaphore(16)
+        asked = [one(at, each) for at, each in enumerate(_conversations(options.answers))]
+        return await asyncio.gather(*asked)
+
+
+async def _verified(options: argparse.Namespace, choices: Sequence[Choice]) -> list[Verdict]:
+    async with _llm(options, draft="none") as llm:
+        pairs = zip(_conversations(len(choices)), choices, strict=True)
+        return [
+            await llm.verify(messages, choice, _kind_params(options, at))
+            for at, (messages, choice) in enumerate(pairs)
+        ]
+
+
+def _kind_params(options: argparse.Namespace, at: int) -> SamplingParams:
+    kind = list(KINDS.values())[at % len(KINDS)]
+    length = options.tokens // 4 + (at * 101) % (options.tokens * 3 // 4 + 1)
+    return SamplingParams(seed=at, max_tokens=length, **kind)
+
+
+# -- common ----------------------------------------------------------------------------------------
+
+
+def _llm(options: argparse.Namespace, **changed: Any) -> AsyncLLM:  # noqa: ANN401 - of the engine
+    own: dict[str, Any] = {"kv_tokens": 32768, "threads": options.threads, **changed}
+    if options.model != "builtin":
+        own["dtype"] = "bfloat16"
+    return AsyncLLM(options.model, **own)
+
+
+def _conversations(count: int, system: str = SYSTEMS[0]) -> Iterator[list[Message]]:
+    """Yield conversations; equal ones recur after 50, but their answers have other seeds."""
+    for at in range(count):
+        task = TASKS[at % len(TASKS)].format(SUBJECTS[at // len(TASKS) % len(SUBJECTS)])
+        yield [{"role": "system", "content": system}, {"role": "user", "content": task}]
+
+
+def _spread(values: Sequence[float]) -> str:
+    return f"{statistics.median(values):.2f} [{min(values):.2f} .. {max(values):.2f}]"
+
+
+PARTS: Mapping[str, Callable[[argparse.Namespace], list[Row]]] = {
+    "speed": speed,
+    "detection": detection,
+    "kernels": kernels,
+    "false": false_verdicts,
+}
+
+if __name__ == "__main__":
+    main()
