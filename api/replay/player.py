@@ -23,7 +23,7 @@ from ..dialects import open_dialects
 from ..runtime.chat import ChatAnswer
 from ..runtime.conversation.normalize import Normalizer
 from ..runtime.conversation.token_history import TokenHistory
-from ..runtime.verifying.answer_verifier import VisibleText
+from ..runtime.verifying.visible_text import VisibleText
 from ..serving.errors import ApiError
 from ..serving.serving_context import Service
 from ..serving.settings import Settings
