@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import logging
+
 from msgspec.structs import replace
 
-from ...core.errors import DeadlineExceeded, InvalidRequest, QueueFull, Unavailable
+from ...core.errors import (
+    DeadlineExceeded,
+    ForetokenError,
+    InvalidRequest,
+    QueueFull,
+    Unavailable,
+)
 from ...core.interface.request import CacheOptions, Request
 from ..types.request_context import CONTEXT, caller_key, header
 from ..types.results import Choice
 from .serving_engine import ServingEngine
 
+logger = logging.getLogger(__name__)
 ENDS = ("x-session-close", "x-dynamo-session-final")
 """Headers of a session's last request, with "true"; the second one is Dynamo's."""
 LOAD_ERRORS = (QueueFull, DeadlineExceeded, Unavailable)
@@ -31,7 +40,10 @@ async def end_refused(engine: ServingEngine, cache: CacheOptions, error: BaseExc
     no session: its caller has to correct it and send it again.
     """
     if cache.session is not None and cache.ends_session and isinstance(error, LOAD_ERRORS):
-        await engine.end_session(cache.session)
+        try:
+            await engine.end_session(cache.session)
+        except ForetokenError as failure:  # the client must get the error of its request
+            logger.warning("the session of a refused request was not ended: %s", failure)
 
 
 def _is_on(name: str) -> bool:

@@ -189,6 +189,16 @@ def test_the_steps_of_replicas_are_told_apart() -> None:
     assert watched.since(3) == {"latest_steps": [{"": 1}] * MAX_STEPS, "replicas": [2] * MAX_STEPS}
 
 
+def test_chunks_of_idle_time_have_no_replica() -> None:
+    num_chunks = 0
+    watched = Watched(lambda: num_chunks)
+    num_chunks = 2
+    assert len(watched.since(0)["latest_steps"]) == 2
+    watched.observe_delta(cast("Any", None), step("lm"), 0.0)
+    watched.observe_replica_step(1)
+    assert watched.since(0) == {"latest_steps": [{"lm": 1}], "replicas": [1]}
+
+
 def test_the_path_of_a_request_is_in_the_tree_however_large_that_is(url: str) -> None:
     events = watch(url)
     next(events)  # from now on

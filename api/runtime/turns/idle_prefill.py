@@ -14,21 +14,25 @@ import msgspec
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from ....core.errors import ForetokenError, InvalidRequest
-from ....core.interface.request import DEFAULT_CACHE, CacheOptions, Request
+from ....core.engine.inbox import TokenStream
+from ....core.errors import ForetokenError, InvalidRequest, PromptTooLong
+from ....core.interface.request import DEFAULT_CACHE, CacheOptions, FinishReason, Request
 from ....core.telemetry.families import counter, counters
-from ...types.request_context import CONTEXT, owner_of, random_id
+from ...types.request_context import in_batch, owner_of, random_id, session_key
 from ...types.results import Choice
-from ...types.shares import Owner
+from ...types.shares import Owner, Shares
 from ..conversation.chat_input import ChatInput
 from ..engine_client import EngineClient
 from ..preprocess import Prepared, make_request, submit, warm_params
+from ..sessions import in_session
 from .chunk_size import ChunkSize
 from .next_prompt import NextPrompt, Render
 
 logger = logging.getLogger(__name__)
-MAX_WAITING = 64  # next turns that wait; beyond it, the owner with most loses its oldest
-MAX_FAILURES = 3  # consecutive failures of the chat template after which nothing is computed
+MAX_WAITING = 64  # next turns that wait; `Shares` chooses which one is dropped beyond it
+MAX_BYTES = 64 * 2**20  # approximate size of their conversations
+MAX_FAILURES = 3  # consecutive failures of the chat template after which an owner has no next turns
+MAX_FAILED = 1024  # owners whose failures are counted
 RECHECK_SECONDS = 1.0  # after which a waiting task asks again whether the engine is idle
 ENDS = ("ready", "needless", "dropped", "failed")
 """How the computation of a next turn ended. "needless": all of it was in the cache already."""
@@ -48,29 +52,34 @@ class IdlePrefill:
         self._llm = llm
         self._render = render
         self._is_on = is_on
-        self._waiting: OrderedDict[Owner, deque[NextPrompt]] = OrderedDict()
+        self._waiting: OrderedDict[Owner, deque[NextPrompt]] = OrderedDict()  # none is empty
+        self._shares: Shares[NextPrompt] = Shares(MAX_BYTES, MAX_WAITING)  # of those that wait
         self._current: NextPrompt | None = None
         self._size: ChunkSize | None = None  # None until the first answer has ended
         self._task: asyncio.Task[None] | None = None
-        self._num_failures = 0  # consecutive failures of the chat template
+        # consecutive failures of the chat template, by owner
+        self._failures: OrderedDict[Owner, int] = OrderedDict()
+        self._has_warned = False  # whether the log has the warning about them
         self.num_tokens = self.num_chunks = 0
         self.ends = dict.fromkeys(ENDS, 0)
 
     def wants(self, chat: ChatInput, request: Request) -> bool:
         """Whether to compute the next turn of a conversation when its answer has ended."""
-        cache = chat.cache
-        if cache.is_private or request.cache.ends_session or self._num_failures >= MAX_FAILURES:
+        if not (chat.warms_next or self._is_on) or in_batch():
             return False
-        if chat.warms_next:
-            return True
-        context = CONTEXT.get()
-        return self._is_on and not (context is not None and context.in_batch)
+        if chat.cache.is_private or request.cache.ends_session:
+            return False
+        if chat.template.get("continue_final_message"):  # the answer is not a message of its own
+            return False
+        failures = self._failures
+        return not failures or failures.get(owner_of(chat.params.cache_salt), 0) < MAX_FAILURES
 
     def after(self, chat: ChatInput, request: Request) -> Callable[[Choice], None]:
         """Return a function that takes the answer to ``chat`` and queues the next turn."""
 
         def begin(choice: Choice) -> None:
-            if choice.finish_reason == "abort":
+            # The session may have been ended since the request was submitted.
+            if choice.finish_reason == "abort" or request.cache.ends_session:
                 return
             if self._size is None:
                 self._size = ChunkSize(self._llm.page_size)
@@ -81,15 +90,22 @@ class IdlePrefill:
         return begin
 
     def arrived(self, chat: ChatInput) -> None:
-        """Drop the next turns that ``chat`` continues: their requests are here."""
+        """Drop the next turns that ``chat`` continues, and those of a session that it ends."""
         if self._current is None and not self._waiting:
             return
         owner = owner_of(chat.params.cache_salt)
         self._drop(lambda turn: turn.continues(chat.messages, owner))
+        session = session_key(chat.cache_key)
+        if session is not None and in_session(chat.cache, session).ends_session:
+            self.end_session(session)
 
     def end_session(self, session: str) -> None:
         """Drop the next turns of a session."""
         self._drop(lambda turn: turn.session == session)
+
+    def flush(self, *salts: str | None) -> None:
+        """Drop the next turns with these cache salts; without a salt, all of them."""
+        self._drop(lambda turn: not salts or turn.chat.params.cache_salt in salts)
 
     def collector(self) -> Collector:
         """Return the metrics."""
@@ -99,30 +115,36 @@ class IdlePrefill:
 
     def _put(self, turn: NextPrompt) -> None:
         self._waiting.setdefault(turn.owner, deque()).append(turn)
-        if sum(map(len, self._waiting.values())) > MAX_WAITING:
-            owner = max(self._waiting, key=lambda each: len(self._waiting[each]))
-            self._waiting[owner].popleft()
+        self._shares.add(turn.owner, turn, turn.num_bytes)
+        while (excess := self._shares.excess()) is not None:
+            self._remove(excess)
             self.ends["dropped"] += 1
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._run(), name="foretoken-idle-prefill")
 
     def _take(self) -> NextPrompt | None:
         """Take the oldest next turn of the owner whose turn it is; None if there is none."""
-        while self._waiting:
-            owner, turns = self._waiting.popitem(last=False)
-            if not turns:
-                continue
-            turn = turns.popleft()
-            if turns:
-                self._waiting[owner] = turns
-            return turn
-        return None
+        if not self._waiting:
+            return None
+        owner, turns = next(iter(self._waiting.items()))
+        self._waiting.move_to_end(owner)
+        turn = turns[0]
+        self._remove(turn)
+        return turn
+
+    def _remove(self, turn: NextPrompt) -> None:
+        """Remove a next turn that waits."""
+        self._shares.remove(turn)
+        turns = self._waiting[turn.owner]
+        turns.remove(turn)
+        if not turns:
+            del self._waiting[turn.owner]
 
     def _drop(self, is_over: Callable[[NextPrompt], bool]) -> None:
-        for owner, turns in self._waiting.items():
-            kept = deque(turn for turn in turns if not is_over(turn))
-            self.ends["dropped"] += len(turns) - len(kept)
-            self._waiting[owner] = kept
+        over = [turn for turns in self._waiting.values() for turn in turns if is_over(turn)]
+        for turn in over:
+            self._remove(turn)
+        self.ends["dropped"] += len(over)
         if self._current is not None and is_over(self._current):
             self._current = None
             self.ends["dropped"] += 1
@@ -139,6 +161,9 @@ class IdlePrefill:
             except ForetokenError as error:
                 end = "failed"
                 logger.info("the next turn was not computed in advance: %s", error)
+            except Exception:
+                end = "failed"
+                logger.exception("the next turn was not computed in advance")
             if self._current is turn:
                 self.ends[end] += 1
                 self._current = None
@@ -151,10 +176,11 @@ class IdlePrefill:
             return "failed"
         if not turn.num_missing:
             return "needless"
-        if not await self._has_room(turn):
-            return "dropped"
         while turn.num_missing:
-            if not (await self._is_idle_for(turn) and await self._compute_chunk(turn)):
+            if not (await self._is_idle_for(turn) and await self._has_room(turn)):
+                return "dropped"
+            # A request may have arrived meanwhile, or the next turn itself.
+            if self._llm.is_idle and self._current is turn and not await self._compute_chunk(turn):
                 return "dropped"
         return "ready"
 
@@ -168,46 +194,75 @@ class IdlePrefill:
         """Render the prompt; return whether the chat template rendered it."""
         try:
             await turn.render(self._render, self._llm.page_size)
-        except InvalidRequest as error:
-            self._num_failures += 1
-            if self._num_failures == MAX_FAILURES:
-                logger.warning(
-                    "next turns are no longer computed in advance, because the chat template "
-                    "failed for %d conversations in a row: %s",
-                    MAX_FAILURES,
-                    error,
-                )
+        except PromptTooLong as error:
             logger.info("the next turn's prompt was not rendered: %s", error)
             return False
-        self._num_failures = 0
+        except InvalidRequest as error:
+            self._note_failure(turn.owner, error)
+            return False
+        self._failures.pop(turn.owner, None)
         return True
 
+    def _note_failure(self, owner: Owner, error: InvalidRequest) -> None:
+        logger.info("the next turn's prompt was not rendered: %s", error)
+        number = self._failures[owner] = self._failures.pop(owner, 0) + 1
+        if len(self._failures) > MAX_FAILED:
+            self._failures.popitem(last=False)
+        if number == MAX_FAILURES and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "next turns of an API key and salt are no longer computed in advance, because the "
+                "chat template failed for %d of its conversations in a row: %s",
+                MAX_FAILURES,
+                error,
+            )
+
     async def _has_room(self, turn: NextPrompt) -> bool:
-        """Whether each pool has enough pages that no pin and no request holds."""
+        """Whether each pool has enough pages that no pin and no request holds.
+
+        Without a session the tokens in the cache are not pinned, and may have been evicted.
+        """
+        num_tokens = turn.num_wanted if turn.session is None else turn.num_missing
         info: Any = await self._llm.engine.cache_info()
         pools = info.get("replicas", [info])
         room = min((each["free_pages"] + each["evictable_pages"] for each in pools), default=0)
-        return turn.num_missing <= room * self._llm.page_size
+        return num_tokens <= room * self._llm.page_size
 
     async def _compute_chunk(self, turn: NextPrompt) -> bool:
         """Compute the next chunk; return whether the chunks before it were still in the cache."""
-        size = self._size or ChunkSize(self._llm.page_size)
+        size, page_size = self._size or ChunkSize(self._llm.page_size), self._llm.page_size
         stop = min(turn.num_wanted, turn.num_cached + size.tokens)
         request = self._request(turn, stop)
         began = time.monotonic()
         stream = submit(self._llm.engine, request)
         if turn.adapter is not None:
             self._llm.adapters.find(turn.adapter).hold(stream)
-        async for _ in stream:
-            pass
+        if not await self._finish(stream, turn, size.seconds):
+            return True  # what was computed is cached, so the next try continues it
         usage = request.usage
         num_computed = len(request.tokens) - usage.cached_tokens
         size.observe_chunk(num_computed, time.monotonic() - began)
         self.num_chunks += 1
         self.num_tokens += num_computed
-        is_kept = turn.num_chunks == 0 or usage.cached_tokens >= turn.num_cached
-        turn.num_cached, turn.num_chunks = len(request.tokens), turn.num_chunks + 1
+        # A model with recurrent states resumes a page before the end of the last chunk.
+        is_kept = turn.num_chunks == 0 or usage.cached_tokens >= turn.num_cached - page_size
+        # A chunk that ends with an image may end within a page.
+        turn.num_cached = len(request.tokens) // page_size * page_size
+        turn.num_chunks += 1
         return is_kept
+
+    async def _finish(self, stream: TokenStream, turn: NextPrompt, seconds: float) -> bool:
+        """Wait for the end of a chunk, and return whether it was computed.
+
+        After ``seconds`` it is aborted as soon as a request is there. A chunk takes that long if
+        pages before it, which were cached when the answer ended, have been evicted.
+        """
+        reading = asyncio.create_task(_reason(stream))
+        while not (await asyncio.wait([reading], timeout=seconds))[0]:
+            if not (self._llm.is_idle and self._current is turn):
+                self._llm.engine.abort(stream.request.request_id)
+                break
+        return await reading is not FinishReason.ABORT
 
     def _request(self, turn: NextPrompt, stop: int) -> Request:
         """Return the request of the chunk that ends at ``stop``.
@@ -229,6 +284,11 @@ class IdlePrefill:
         request.tenant = None  # idle time is charged to nobody
         request.extras = msgspec.structs.replace(request.extras, is_ahead=True)
         return request
+
+
+async def _reason(stream: TokenStream) -> FinishReason | None:
+    """Read a stream to its end and return its finish reason. Raises the request's error."""
+    return [delta.finish_reason async for delta in stream][-1]
 
 
 def _goes_on(chat: ChatInput, choice: Choice, request: Request) -> bool:

@@ -11,7 +11,7 @@ import msgspec
 
 from ....core.interface.extras.images import PromptImage
 from ....core.interface.request import Request
-from ...types.request_context import CONTEXT, RequestContext, adapter_name, owner_of
+from ...types.request_context import CONTEXT, RequestContext, adapter_name, origin, owner_of
 from ...types.results import Choice, message_of
 from ..conversation.chat_input import ChatInput
 from ..conversation.prompt_history import common_len
@@ -19,7 +19,9 @@ from ..conversation.tools import plain_call
 from ..preprocess import PromptTokens
 
 Render = Callable[[ChatInput], Awaitable[PromptTokens]]
-MARKS = "\x01", "\x02"  # two contents of the last message: prompts are equal up to it
+MARKS = "\x01", "\x02"  # two contents of the next message: prompts are equal up to it
+MESSAGE_BYTES = 512  # of a message without its text
+TOKEN_BYTES = 12  # of a token id and its text, which a body need not have that continues a response
 
 
 class NextPrompt:
@@ -38,6 +40,10 @@ class NextPrompt:
         # The KV of an answer's last token is never computed.
         self._known = request.tokens[: request.prompt_len] + array("q", choice.token_ids[:-1])
         self._context = _own_context()
+        num_messages = len(chat.messages)
+        self.num_bytes = (  # approximate size in memory
+            origin().num_bytes + MESSAGE_BYTES * num_messages + TOKEN_BYTES * len(self._known)
+        )
         self.prompt: PromptTokens | None = None  # None until it is rendered
         self.num_cached = 0  # leading tokens that are in the cache
         self.num_wanted = 0  # leading tokens to compute: whole pages
@@ -54,10 +60,12 @@ class NextPrompt:
 
     def continues(self, messages: Sequence[Mapping[str, Any]], owner: bytes) -> bool:
         """Whether a conversation begins with the messages that this answer was for."""
-        size = len(self._asked)
-        if owner != self.owner or len(messages) < size:
+        asked = self._asked
+        if owner != self.owner or len(messages) < len(asked):
             return False
-        return all(mine == theirs for mine, theirs in zip(self._asked, messages, strict=False))
+        # Conversations with a common beginning mostly differ in the last of these messages.
+        pairs = zip(reversed(asked), reversed(messages[: len(asked)]), strict=True)
+        return all(mine == theirs for mine, theirs in pairs)
 
     async def render(self, render: Render, page_size: int) -> None:
         """Find the tokens to compute, by two renderings with different last messages.
@@ -88,11 +96,10 @@ class NextPrompt:
         return dataclasses.replace(prompt, token_ids=prompt.token_ids[:stop], images=tuple(images))
 
     def _with_message(self, content: str) -> ChatInput:
-        last: Mapping[str, Any] = {"role": "user", "content": content}
-        if self._choice.tool_calls:
-            call_id = self._choice.tool_calls[-1].id
-            last = {"role": "tool", "content": content, "tool_call_id": call_id}
-        return dataclasses.replace(self.chat, messages=[*self.chat.messages, last])
+        # Some templates refuse a conversation in which a call has no result.
+        results = [call.reply(content) for call in self._choice.tool_calls]
+        last = results or [{"role": "user", "content": content}]
+        return dataclasses.replace(self.chat, messages=[*self.chat.messages, *last])
 
 
 def _has_reasoning(message: Mapping[str, Any]) -> bool:

@@ -66,20 +66,21 @@ class CacheRoutes(Endpoints):
             async with self.service.wanted(request.receive):
                 tokens = array("q", await self._token_ids(body.prefix, salt))
             dropped = 0
+            self._flush_texts(salt)  # they are not indexed by prefix
             for namespace in (salt, *llm.adapters.namespaces(salt)):
                 dropped += await llm.engine.flush_prefix(tokens, namespace)
                 llm.prompts.flush_prefix(tokens, namespace)
-            self._flush_history(salt)  # the history is not indexed by prefix
         else:
             salts = () if salt is None else (salt,)
             namespaces = () if salt is None else (salt, *llm.adapters.namespaces(salt))
+            self._flush_texts(*salts)
             dropped = await llm.engine.flush_cache(*namespaces)
             llm.prompts.flush(*namespaces)
-            self._flush_history(*salts)
         return JsonResponse(Flushed(flushed_pages=dropped))
 
-    def _flush_history(self, *salts: str | None) -> None:
-        """Forget the token ids of answers under these salts; without a salt, of all answers."""
+    def _flush_texts(self, *salts: str | None) -> None:
+        """Forget answers and next turns under these salts; without a salt, all of them."""
+        self.service.chat.next_turns.flush(*salts)
         if self.service.chat.history is not None:
             self.service.chat.history.flush(*salts)
 

@@ -36,7 +36,7 @@ class Watched(EngineObserver):
     """The latest steps and finished requests. Used only in the thread of the event loop.
 
     ``num_chunks`` returns how many chunks were computed in idle time so far. Each is shown as a
-    step of one token.
+    step of one token, unless steps have replicas.
     """
 
     def __init__(self, num_chunks: Callable[[], int] = lambda: 0) -> None:
@@ -69,6 +69,8 @@ class Watched(EngineObserver):
     def observe_replica_step(self, replica: int) -> None:
         """Finish a step of a replica, whose tokens arrive together."""
         if self._end_step():
+            if not self._replicas:  # earlier chunks of idle time have no replica
+                self._steps = deque([self._steps[-1]], MAX_STEPS)
             self._replicas.append(replica)
 
     def since(self, num_steps: int) -> Body:

@@ -13,15 +13,22 @@ import pytest
 from foretoken.api.runtime.conversation.chat_input import ChatInput
 from foretoken.api.runtime.preprocess import PromptTokens
 from foretoken.api.runtime.turns.chunk_size import LEAST_SECONDS, ChunkSize
-from foretoken.api.runtime.turns.idle_prefill import MAX_FAILURES, MAX_WAITING, IdlePrefill
-from foretoken.api.types.request_context import CONTEXT, RequestContext
+from foretoken.api.runtime.turns.idle_prefill import (
+    MAX_BYTES,
+    MAX_FAILURES,
+    MAX_WAITING,
+    IdlePrefill,
+)
+from foretoken.api.types.request_context import CONTEXT, RequestContext, caller_key
 from foretoken.api.types.results import Choice
 from foretoken.api.types.sampling_params import SamplingParams
 from foretoken.core.engine.inbox import TokenStream
-from foretoken.core.errors import EngineDead, InvalidRequest
+from foretoken.core.errors import EngineDead, InvalidRequest, PromptTooLong
+from foretoken.core.interface.extras.images import PromptImage
 from foretoken.core.interface.request import CacheOptions, Delta, FinishReason, Request, Usage
 
 PAGE = 4
+REFUSED = InvalidRequest("no such role", param="messages")
 ENDED = Choice(index=0, text="ok", finish_reason="stop", token_ids=[7, 8])
 
 
@@ -36,6 +43,7 @@ class Machine:
         self.page_size = PAGE
         self.room = 100
         self.keeps = True  # whether chunks stay in the cache
+        self.state_lag = 0  # tokens between the end of a chunk and the state to resume from
         self.built = SimpleNamespace(eos_token_ids=frozenset({2}))
         self.config = SimpleNamespace(max_priority=10)
         self.engine = self
@@ -56,13 +64,20 @@ class Machine:
         name = request.tokens[0]
         if self.keeps:
             lens = [len(each.tokens) for each in self.requests[:-1] if each.tokens[0] == name]
-            request.usage.cached_tokens = max(lens, default=0)
+            cached = (max(lens, default=0) - self.state_lag) // PAGE * PAGE
+            request.usage.cached_tokens = max(0, cached)
         stream = TokenStream(request)
         if self.by_hand:
             self.waiting.append(stream)
         else:
             stream.push(Delta(finish_reason=FinishReason.LENGTH))
         return stream
+
+    def abort(self, request_id: str) -> None:
+        streams = [each for each in self.waiting if each.request.request_id == request_id]
+        for stream in streams:
+            self.waiting.remove(stream)
+            stream.push(Delta(finish_reason=FinishReason.ABORT))
 
     def step(self) -> None:
         self.waiting.pop(0).push(Delta(finish_reason=FinishReason.LENGTH))
@@ -74,15 +89,17 @@ class Scene:
     def __init__(self, *, is_on: bool = True, num_tokens: int = 40) -> None:
         self.machine = Machine()
         self.num_tokens = num_tokens
-        self.refused = False
+        self.refused: Exception | None = None
+        self.images: tuple[PromptImage, ...] = ()
         self.idle = IdlePrefill(self.machine, self.render, is_on=is_on)  # type: ignore[arg-type]
 
     async def render(self, chat: ChatInput) -> PromptTokens:
-        if self.refused:
-            raise InvalidRequest("no such role", param="messages")
+        if self.refused is not None:
+            raise self.refused
         last = ord(chat.messages[-1]["content"])
         name = int(chat.messages[0]["content"])
-        return PromptTokens([name, *range(100, 99 + self.num_tokens), last])
+        ids = [name, *range(100, 99 + self.num_tokens), last]
+        return PromptTokens(ids, images=self.images)
 
     def ask(self, name: int, *, salt: str | None = None, **fields: Any) -> ChatInput:
         params = SamplingParams(cache_salt=salt)
@@ -229,6 +246,175 @@ def test_the_next_turn_s_request_ends_it(is_begun: bool) -> None:
     run(act)
 
 
+def test_owners_whose_turns_have_all_arrived_are_forgotten() -> None:
+    async def act() -> None:
+        scene = Scene()
+        scene.machine.is_idle = False
+        for name in range(3 * MAX_WAITING):
+            chat = scene.ask(name, salt=str(name))
+            scene.end(chat)
+            if name % 2:
+                scene.idle.arrived(chat)
+        assert len(scene.idle._waiting) <= MAX_WAITING
+        assert all(scene.idle._waiting.values())
+
+    run(act)
+
+
+def test_the_memory_of_those_that_wait_is_bounded() -> None:
+    async def act() -> None:
+        scene = Scene(num_tokens=9)
+        scene.machine.is_idle = False
+        scope = {"type": "http", "headers": []}
+        CONTEXT.set(RequestContext(scope, num_bytes=MAX_BYTES // 4))
+        for name in range(10):
+            scene.end(scene.ask(name))
+        CONTEXT.set(RequestContext(scope, num_bytes=2 * MAX_BYTES))
+        scene.end(scene.ask(0, salt="more than all"))
+        scene.machine.is_idle = True
+        await scene.settle()
+        assert set(scene.names) == {7, 8, 9}
+
+    run(act)
+
+
+def test_a_long_chunk_is_aborted_when_a_request_arrives() -> None:
+    async def act() -> None:
+        scene = Scene(num_tokens=9)
+        machine = scene.machine
+        machine.by_hand = True
+        scene.end(scene.ask(1))
+        await asyncio.sleep(3 * LEAST_SECONDS)
+        assert len(machine.waiting) == 1, "nothing else is to be computed"
+        machine.is_idle = False
+        await asyncio.sleep(3 * LEAST_SECONDS)
+        assert not machine.waiting
+        machine.is_idle, machine.by_hand = True, False
+        machine.freed.set()
+        await scene.settle()
+        assert scene.names == [1, 1]
+        assert scene.idle.ends["ready"] == scene.idle.num_chunks == 1
+
+    run(act)
+
+
+def test_a_chunk_may_end_with_an_image_within_a_page() -> None:
+    async def act() -> list[Request]:
+        scene = Scene(num_tokens=61)
+        scene.images = (PromptImage(key=b"k" * 32, runs=((10, 8),), inputs=()),)
+        scene.end(scene.ask(1))
+        await scene.settle()
+        assert scene.idle.ends["ready"] == 1
+        return scene.machine.requests
+
+    assert next(len(each.tokens) for each in run(act)) == 18
+
+
+def test_a_model_that_resumes_from_states_has_next_turns() -> None:
+    async def act() -> None:
+        scene = Scene(num_tokens=61)
+        scene.machine.state_lag = PAGE
+        scene.end(scene.ask(1))
+        await scene.settle()
+        assert scene.idle.ends["ready"] == 1
+
+    run(act)
+
+
+def test_a_failure_that_was_not_foreseen_ends_that_turn_alone(caplog: Any) -> None:
+    async def act() -> None:
+        scene = Scene(num_tokens=9)
+        scene.refused = KeyError("a fault")
+        scene.end(scene.ask(1))
+        await scene.settle()
+        scene.refused = None
+        scene.end(scene.ask(2))
+        await scene.settle()
+        assert scene.idle.ends == {"ready": 1, "needless": 0, "dropped": 0, "failed": 1}
+
+    run(act)
+    assert "a fault" in caplog.text
+
+
+def test_a_prompt_that_is_too_long_is_no_failure_of_the_template() -> None:
+    async def act() -> None:
+        scene = Scene()
+        scene.refused = PromptTooLong(10, 9)
+        for name in range(MAX_FAILURES + 1):
+            assert scene.end(scene.ask(name))
+            await scene.settle()
+
+    run(act)
+
+
+@pytest.mark.parametrize("session", ["s", None])
+def test_pages_that_may_be_lost_need_room_as_well(session: str | None) -> None:
+    async def act() -> None:
+        scene = Scene(num_tokens=37)
+        scene.machine.room = 8
+        said = {"role": "assistant", "content": "ok"}
+        chat = scene.ask(1)
+        chat = ChatInput(messages=[*chat.messages, said], params=chat.params)
+        known = Choice(index=0, finish_reason="stop", token_ids=[*range(102, 110), 7])
+        request = SimpleNamespace(
+            tokens=array("q", [1, 100, 101]),
+            prompt_len=3,
+            cache=CacheOptions(session=session),
+            usage=Usage(),
+        )
+        scene.idle.after(chat, request)(known)  # type: ignore[arg-type]
+        await scene.settle()
+        assert scene.idle.ends["ready" if session else "dropped"] == 1
+
+    run(act)
+
+
+def test_a_request_that_ends_the_session_ends_it() -> None:
+    async def act() -> None:
+        scene = Scene()
+        scene.machine.is_idle = False
+        headers = [(b"x-session-id", b"a")]
+        CONTEXT.set(RequestContext({"type": "http", "headers": headers}))
+        scene.end(scene.ask(1), session=caller_key("a"))
+        scene.idle.arrived(scene.ask(2))
+        assert scene.idle.ends["dropped"] == 0
+        headers.append((b"x-session-close", b"true"))
+        scene.idle.arrived(scene.ask(2))
+        assert scene.idle.ends["dropped"] == 1
+
+    run(act)
+
+
+def test_a_session_that_ends_while_its_answer_runs_has_no_next_turn() -> None:
+    async def act() -> None:
+        scene = Scene()
+        request = SimpleNamespace(cache=CacheOptions(session="s"), usage=Usage())
+        chat = scene.ask(1)
+        assert scene.idle.wants(chat, request)  # type: ignore[arg-type]
+        begin = scene.idle.after(chat, request)  # type: ignore[arg-type]
+        request.cache = CacheOptions(session="s", ends_session=True)
+        begin(ENDED)
+        await scene.settle()
+        assert not scene.names
+
+    run(act)
+
+
+@pytest.mark.parametrize(("salts", "num_left"), [((), 0), (("a",), 1), (("b",), 2)])
+def test_a_flush_ends_those_of_its_salts(salts: tuple[str, ...], num_left: int) -> None:
+    async def act() -> None:
+        scene = Scene(num_tokens=9)
+        scene.machine.is_idle = False
+        scene.end(scene.ask(1, salt="a"))
+        scene.end(scene.ask(2))
+        scene.idle.flush(*salts)
+        scene.machine.is_idle = True
+        await scene.settle()
+        assert len(set(scene.names)) == num_left
+
+    run(act)
+
+
 def test_the_end_of_the_session_ends_it() -> None:
     async def act() -> None:
         scene = Scene()
@@ -246,22 +432,24 @@ def test_the_end_of_the_session_ends_it() -> None:
 def test_a_template_that_fails_again_and_again_is_not_asked_again(caplog: Any) -> None:
     async def act() -> None:
         scene = Scene()
-        scene.refused = True
+        scene.refused = REFUSED
         for name in range(MAX_FAILURES - 1):
             assert scene.end(scene.ask(name))
             await scene.settle()
         assert not caplog.records
-        scene.refused = False
+        scene.refused = None
         assert scene.end(scene.ask(7))
         await scene.settle()
         assert scene.idle.ends["ready"] == 1
-        scene.refused = True
+        scene.refused = REFUSED
         for name in range(MAX_FAILURES):
             assert scene.end(scene.ask(name))
             await scene.settle()
         assert not scene.end(scene.ask(8))
+        assert scene.end(scene.ask(8, salt="other"))
+        await scene.settle()
         assert len(caplog.records) == 1
-        assert scene.idle.ends["failed"] == 2 * MAX_FAILURES - 1
+        assert scene.idle.ends["failed"] == 2 * MAX_FAILURES
 
     run(act)
 
@@ -318,6 +506,7 @@ def test_a_closed_engine_ends_it() -> None:
         (False, {"warms_next": True}, {}, True),
         (True, {}, {"ends_session": True}, False),
         (True, {"cache": CacheOptions(write=False)}, {}, False),
+        (True, {"template": {"continue_final_message": True}}, {}, False),
         (True, {"cache": CacheOptions(read=False), "warms_next": True}, {}, False),
     ],
 )
@@ -361,6 +550,7 @@ def test_batches_have_none() -> None:
         scope = {"type": "http", "headers": []}
         CONTEXT.set(RequestContext(scope, in_batch=True))
         assert not scene.end(scene.ask(1))
+        assert not scene.end(scene.ask(1, warms_next=True))
 
     run(act)
 

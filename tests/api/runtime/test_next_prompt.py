@@ -75,6 +75,14 @@ def test_a_call_is_followed_by_its_result() -> None:
         assert chat.messages[-1]["tool_call_id"] == "c"
 
 
+def test_each_call_has_a_result() -> None:
+    calls = [ToolCall(id=f"c{at}", name="f", arguments="{}") for at in range(2)]
+    choice = Choice(index=0, tool_calls=calls, finish_reason="tool_calls", token_ids=[4])
+    turn = turn_of(chat_of(HI), choice)
+    for chat in asyncio.run(rendered(turn, PromptTokens([1, 9]), PromptTokens([1, 8]))):
+        assert [each["tool_call_id"] for each in chat.messages[-2:]] == ["c0", "c1"]
+
+
 def test_tokens_that_the_request_has_computed_are_cached() -> None:
     turn = turn_of(chat_of(HI))
     ids = [1, 2, 3, 4, 5, 6, 7, 8]

@@ -11,7 +11,13 @@ import pytest
 from foretoken.api.runtime.sessions import label_of
 from foretoken.api.types.request_context import CONTEXT, RequestContext
 from foretoken.api.types.results import Choice, ToolCall
-from foretoken.core.errors import DeadlineExceeded, InvalidRequest, QueueFull, Unavailable
+from foretoken.core.errors import (
+    DeadlineExceeded,
+    ForetokenError,
+    InvalidRequest,
+    QueueFull,
+    Unavailable,
+)
 
 TALK = [{"role": "user", "content": "hi"}]
 BODIES: dict[str, dict[str, Any]] = {
@@ -93,6 +99,16 @@ def test_a_last_request_that_is_refused_for_load_ends_the_session(send, engine, 
         assert engine.ended_sessions == [], "it is not the last request"
         assert send(path, headers=last).status_code in (408, 429, 503)
         assert engine.ended_sessions == [engine.requests[0].cache.session]
+
+
+def test_a_refused_last_request_gets_its_own_error(send, engine, monkeypatch) -> None:
+    async def fail(session: str) -> bool:
+        raise ForetokenError(f"no replica answers about {session}")
+
+    monkeypatch.setattr(engine, "end_session", fail)
+    engine.refusal = QueueFull("full")
+    last = {"x-session-id": "a", "x-session-close": "true"}
+    assert send(headers=last).status_code == 429
 
 
 def test_a_last_request_that_is_invalid_ends_no_session(send, engine) -> None:
