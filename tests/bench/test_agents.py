@@ -132,8 +132,25 @@ def test_a_table_has_the_spread_of_the_runs_and_the_reason_of_a_failure(tmp_path
     own, other = agents.rows(runs)
     assert str(own["output tokens/s"]) == "3 [2 .. 4]"
     assert (own["cached share"], own["turns"]) == (0.5, 1)
+    assert (own["runs"], other["runs"]) == (2, 1)
     assert "error" not in own
     assert other["output tokens/s"] == 4.0
     assert "CalledProcessError" in str(other["error"])
     saved = json.loads((tmp_path / "out/runs.json").read_text(encoding="utf-8"))["runs"]
     assert saved["tool"]["foretoken"][0]["turn p50, s"] == 1.0
+
+
+def test_no_run_begins_after_the_time_is_over(tmp_path, monkeypatch):
+    monkeypatch.setattr(agents, "TOOLS", {"tool": None})
+    servers = [Server("foretoken", "http://a")]
+    runs = agents.measure(servers, ["tool"], Inputs(tmp_path, tmp_path), 2, tmp_path, seconds=-1)
+    assert runs == {"tool": {"foretoken": []}}
+
+
+def test_each_round_has_prompts_of_its_own(tmp_path):
+    server = Server("foretoken", "http://a", model="m")
+    for command in (agents.aiperf_command, agents.guidellm_command):
+        first, second = (
+            command(Inputs(tmp_path, tmp_path, seed), server, tmp_path) for seed in (0, 1)
+        )
+        assert first != second

@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import math
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +33,9 @@ CONTEXT = 32_768  # Tokens of a request: the context length of Qwen2.5.
 SLOTS = 4  # Concurrent requests of llama.cpp and vLLM; foretoken needs no such limit.
 KV_GIB = 2
 STREAMS = 2  # Concurrent sessions of AIPerf and GuideLLM.
-AIPERF_SECONDS = 60
+AIPERF_SECONDS = 45
 BLOCK = 64  # Tokens of a cache block in Weka's trace format.
-TASKS = {"django__django-14500": 9, "django__django-15851": 7}
+TASKS = {"django__django-14500": 7, "django__django-15851": 5}
 """Tasks of agentperf-local's default replay, with the number of first turns that are measured."""
 GUIDELLM_DATA = {
     "kind": "synthetic_text",
@@ -44,7 +46,7 @@ GUIDELLM_DATA = {
     "branches": [{"at_turn": 1, "turns": 2}],
 }
 """Sessions of four turns that share a system prompt; a sub-agent takes two turns of its own."""
-GUIDELLM_REQUESTS = 24
+GUIDELLM_REQUESTS = 18
 TOOL_SECONDS = 600.0
 REPLAY = "agentperf_local/data/replays/agentperf-default-v1"
 
@@ -91,10 +93,11 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """Folders that the tools read: the cut traces, and the tokenizer."""
+    """What the tools read: folders of the cut traces and of the tokenizer, and a round's seed."""
 
     traces: Path
     tokenizer: Path
+    seed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,8 +162,10 @@ def weka(name: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, object]:
 def agentperf_command(inputs: Inputs, server: Server, out: Path) -> list[str]:
     """Return the command that replays the cut tasks, one turn after another."""
     command = [_program("agentperf-local"), "run", str(inputs.traces / "manifest.json")]
-    command += ["--base-url", f"{server.url}/v1", "--model", server.model, "--tool-choice", "none"]
-    return [*command, "--output-dir", str(out), "--no-progress", "--no-power"]
+    command += ["--base-url", f"{server.url}/v1", "--model", server.model]
+    # Other servers end an answer after a call, whatever length was asked for, unless calls are off.
+    command += ["--tool-choice", "none", "--no-power", "--no-progress"]
+    return [*command, "--output-dir", str(out)]
 
 
 def read_agentperf(out: Path) -> Measured:
@@ -193,8 +198,9 @@ def aiperf_command(inputs: Inputs, server: Server, out: Path) -> list[str]:
     command += ["--unsafe-override", "--custom-dataset-type", "weka_trace"]
     command += ["--input-file", str(inputs.traces / "weka"), "--url", server.url]
     command += ["--model", server.model, "--tokenizer", str(inputs.tokenizer)]
-    command += ["--endpoint-type", "chat", "--concurrency", str(STREAMS), "--random-seed", "42"]
-    command += ["--benchmark-duration", str(AIPERF_SECONDS), "--use-server-token-count"]
+    command += ["--endpoint-type", "chat", "--concurrency", str(STREAMS)]
+    command += ["--benchmark-duration", str(AIPERF_SECONDS), "--random-seed", str(inputs.seed)]
+    command += ["--use-server-token-count", "--ui", "none"]
     return [*command, "--trajectory-start-max-ratio", "0.5", "--artifact-dir", str(out)]
 
 
@@ -243,6 +249,7 @@ def guidellm_command(inputs: Inputs, server: Server, out: Path) -> list[str]:
     command += ["--profile", f"kind=concurrent,streams={STREAMS}"]
     command += ["--constraint", f"kind=max_requests,count={GUIDELLM_REQUESTS}"]
     command += ["--tokenizer", f"kind=hf_auto,model={inputs.tokenizer}"]
+    command += ["--seed", f"kind=static,value={inputs.seed}"]
     command += ["--output", f"kind=json,path={out / 'report.json'}"]
     return [*command, "--disable-console-interactive"]
 
@@ -336,22 +343,34 @@ Runs = dict[str, dict[str, list[dict[str, float] | str]]]
 
 
 def measure(
-    servers: Sequence[Server], names: Sequence[str], inputs: Inputs, rounds: int, out: Path
+    servers: Sequence[Server],
+    names: Sequence[str],
+    inputs: Inputs,
+    rounds: int,
+    out: Path,
+    seconds: float = math.inf,
 ) -> Runs:
-    """Run each tool ``rounds`` times on each server, in rotating order; write ``runs.json``."""
+    """Run each tool ``rounds`` times on each server, in rotating order; write ``runs.json``.
+
+    No run begins later than ``seconds`` after the first. Each round has a seed of its own, so that
+    its prompts are not in the caches yet.
+    """
     runs: Runs = {name: {server.name: [] for server in servers} for name in names}
-    for index in range(rounds):
+    last = time.monotonic() + seconds
+    for index, name in itertools.product(range(rounds), names):
         first = index % len(servers)
-        for name in names:
-            for server in (*servers[first:], *servers[:first]):
-                folder = out / f"{name}-{server.name.replace(', ', '-')}-{index}"
-                try:
-                    found: dict[str, float] | str = run_tool(name, inputs, server, folder).figures()
-                except ToolError as error:
-                    found = f"failed: {error}"
-                runs[name][server.name].append(found)
-                print(name, server.name, found, file=sys.stderr, flush=True)
-                write_json(out / "runs.json", heading() | {"runs": runs})
+        for server in (*servers[first:], *servers[:first]):
+            if time.monotonic() > last:
+                return runs
+            folder = out / f"{name}-{server.name.replace(', ', '-')}-{index}"
+            found: dict[str, float] | str
+            try:
+                found = run_tool(name, replace(inputs, seed=index), server, folder).figures()
+            except ToolError as error:
+                found = f"failed: {error}"
+            runs[name][server.name].append(found)
+            print(name, server.name, found, file=sys.stderr, flush=True)
+            write_json(out / "runs.json", heading() | {"runs": runs})
     return runs
 
 
@@ -361,7 +380,7 @@ def rows(runs: Runs) -> list[dict[str, object]]:
     for tool, by_server in runs.items():
         for server, found in by_server.items():
             good = [each for each in found if not isinstance(each, str)]
-            row: dict[str, object] = {"tool": tool, "server": server}
+            row: dict[str, object] = {"tool": tool, "server": server, "runs": len(good)}
             for figure in good[0] if good else ():
                 spread = Spread.of([each[figure] for each in good])
                 row[figure] = spread if spread.low != spread.high else spread.median
@@ -382,6 +401,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--only", action="append", metavar="COLUMN", help="server to measure; may be repeated")
     add("--threads", type=int, default=2, help="threads of each server (%(default)s)")
     add("--rounds", type=int, default=2, help="runs of each tool on each server (%(default)s)")
+    add(
+        "--seconds",
+        type=float,
+        default=math.inf,
+        help="time after which no run begins (%(default)s)",
+    )
     args = parser.parse_args(argv)
     weights = HOME / "checkpoints" / args.file.stem / "target"
     widen(args.file, weights)
@@ -395,9 +420,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                 servers.append(stack.enter_context(started(name, command)))
             except StartError as error:
                 print(f"{name}: {error}", file=sys.stderr)
-        runs = measure(servers, args.tool or list(TOOLS), inputs, args.rounds, args.out)
+        runs = measure(
+            servers, args.tool or list(TOOLS), inputs, args.rounds, args.out, args.seconds
+        )
     print(json.dumps(heading()))
-    print(f"\nmedian [lowest .. highest] of {args.rounds} runs\n\n{table(rows(runs))}")
+    print(f"\nmedian [lowest .. highest] of the runs\n\n{table(rows(runs))}")
     return 0
 
 
