@@ -116,13 +116,14 @@ def test_requests_of_guidellm_are_read(tmp_path):
 
 
 def test_a_table_has_the_spread_of_the_runs_and_the_reason_of_a_failure(tmp_path, monkeypatch):
-    """The second server's tool fails in the second round; its first round is still shown."""
+    """The other server's tool always fails, but writes no results in the second round alone."""
 
     def command(inputs: Inputs, server: Server, out):
-        fails = server.name == "other" and out.parent.name.endswith("-1")
-        return [sys.executable, "-c", f"raise SystemExit({int(fails)})"]
+        return [sys.executable, "-c", f"raise SystemExit({int(server.name == 'other')})"]
 
     def read(out):
+        if out.parent.name == "tool-other-1":
+            raise FileNotFoundError(out)
         seconds = 1.0 if out.parent.name.endswith("-0") else 2.0
         return Measured([Turn(seconds, 0.5, 10, 5, 4)], 0, seconds)
 
@@ -135,7 +136,7 @@ def test_a_table_has_the_spread_of_the_runs_and_the_reason_of_a_failure(tmp_path
     assert (own["runs"], other["runs"]) == (2, 1)
     assert "error" not in own
     assert other["output tokens/s"] == 4.0
-    assert "CalledProcessError" in str(other["error"])
+    assert "FileNotFoundError" in str(other["error"])
     saved = json.loads((tmp_path / "out/runs.json").read_text(encoding="utf-8"))["runs"]
     assert saved["tool"]["foretoken"][0]["turn p50, s"] == 1.0
 
