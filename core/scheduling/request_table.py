@@ -105,11 +105,13 @@ def kv_budget_of(request: Request, default: int) -> int:
 
 
 def check_token_ids(request: Request, vocab_size: int) -> None:
-    """Raise `InvalidRequest` if the prompt, prediction or a parameter has an unknown token id."""
+    """Raise `InvalidRequest` for an unknown token id in the prompt, prediction or a parameter."""
     fields: dict[str, Collection[int]] = {
         "prompt": _text_of(request),
         "prediction": request.prediction or (),
     }
+    if (pooling := request.sampling.pooling) is not None:
+        fields["token_ids"] = [*chain.from_iterable(pooling.rows)]
     for param, ids in (fields | request.sampling.token_id_fields()).items():
         if message := beyond_vocabulary(param, ids, vocab_size):
             raise InvalidRequest(message, param=param)
