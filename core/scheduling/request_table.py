@@ -214,13 +214,15 @@ class RequestTable:
 
         While several tenants are present, no tenant may hold more places of the queue than are
         free. So one tenant that floods the queue gets half of the places, two tenants get a third
-        each, and a new tenant still finds a place. A single tenant may use the whole queue.
+        each, and a new tenant still finds a place. A single tenant may use the whole queue, also
+        beside prompts that the server computes ahead, which are no tenant's.
         """
         most = self._limits.max_queued + self._limits.max_running
         num_free = most - len(self._by_id) - pending.num_all
-        if self._last_tenants not in ((), (request.tenant,)):
-            self._shared_until = self._now + MULTI_TENANT_SECONDS
-        self._last_tenants = (request.tenant,)
+        if not request.extras.is_ahead:
+            if self._last_tenants not in ((), (request.tenant,)):
+                self._shared_until = self._now + MULTI_TENANT_SECONDS
+            self._last_tenants = (request.tenant,)
         if num_free <= 0:
             num_waiting = len(self.waiting) + pending.num_all
             raise QueueFull(f"the queue is full: {num_waiting} requests are waiting")
