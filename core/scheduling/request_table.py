@@ -169,8 +169,9 @@ class RequestTable:
         self._num_arrived = 0
         self._now = 0.0  # time of the latest arrival or round
 
-        # The request that did not fit last and the tree's version then, and the available pages.
-        self._refused: tuple[str, int] | None = None
+        # The serial number of the request that did not fit last, the version of the tree then, and
+        # the number of available pages.
+        self._refused: tuple[int, int] | None = None
         self._refused_at = 0
 
     def __len__(self) -> int:
@@ -281,12 +282,13 @@ class RequestTable:
 
         A request that did not fit is compared again only after a change of the cached pages or of
         their locks (an admission or an end of a request is one), or if more pages are available.
-        Otherwise the running requests have grown, and the room has not. With recurrent states the
-        room for them may change without either, so the request is compared in each round.
+        Otherwise the running requests have grown, and the room has not. With recurrent states or
+        packing the room may change without either, so the request is compared in each round.
         """
         num_available = cache.num_available_pages
-        refused = request.request_id, cache.tree.version
-        if refused == self._refused and num_available <= self._refused_at and cache.states is None:
+        refused = request.serial, cache.tree.version
+        is_settled = cache.states is None and not self._limits.kv_budget
+        if is_settled and refused == self._refused and num_available <= self._refused_at:
             return False
         fits = would_fit(cache, request, self.running.values())
         self._refused = None if fits else refused
