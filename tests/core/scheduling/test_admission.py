@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from foretoken.core.interface.request import Request
 from foretoken.core.scheduling.request_table import RequestTable, SchedulerLimits
 from foretoken.radix_cache import PrefixCache
@@ -57,3 +59,17 @@ def test_a_request_is_admitted_when_packing_makes_room() -> None:
     cache.shrink(packed.lease, 8)
     assert cache.num_available_pages < 8, "fewer than at first, but no prompt needs them"
     assert first() is head
+
+
+def test_a_prompt_computed_ahead_takes_no_place_of_a_single_tenant() -> None:
+    scheduler = make_scheduler(max_running=1, max_queued=6)
+    driver = Driver(scheduler, FakeRunner(scheduler.cache.page_size))
+    driver.add(make_request("first", [1, 2, 3], tenant="only"))
+    driver.step()
+    ahead = make_request("ahead", [1, 2, 3, 4, 5], prompt_only=True)
+    ahead.extras = replace(ahead.extras, is_ahead=True)
+    driver.add(ahead)
+    driver.abort("ahead")
+    for index in range(6):
+        driver.add(make_request(str(index), [1, 2, 3], tenant="only"))
+    assert len(scheduler.waiting) == 6
