@@ -21,7 +21,7 @@ from ...radix_cache import Eviction, KVLease, PrefixCache
 from ..interface.extras.tiers import KVTiers, PageLoad
 from ..interface.extras.transfers import PageOffer
 from ..interface.request import Request
-from .leases import publish, readable_len, reads_prefix
+from .leases import cache_limit, publish, readable_len, reads_prefix
 
 LOOKUP_SECONDS = 0.05  # time limit of a look-up; after it, no page counts as found
 MEETING_SECONDS = 0.5  # time limit of a look-up that must first connect to a peer
@@ -412,7 +412,10 @@ class PageLoads:
             wanted = [] if lease.state is None else list(lease.state.wanted)
             self._keep_lease(load, lease)
             request.lease = self._cache.acquire(
-                request.tokens, namespace=request.namespace, is_first=False
+                request.tokens,
+                namespace=request.namespace,
+                limit=cache_limit(request),
+                is_first=False,
             )
             request.num_computed = request.lease.num_cached_tokens
             for position, rank in wanted:

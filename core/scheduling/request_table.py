@@ -105,11 +105,13 @@ def kv_budget_of(request: Request, default: int) -> int:
 
 
 def check_token_ids(request: Request, vocab_size: int) -> None:
-    """Raise `InvalidRequest` if the prompt, prediction or a parameter has an unknown token id."""
+    """Raise `InvalidRequest` for an unknown token id in the prompt, prediction or a parameter."""
     fields: dict[str, Collection[int]] = {
         "prompt": _text_of(request),
         "prediction": request.prediction or (),
     }
+    if (pooling := request.sampling.pooling) is not None:
+        fields["token_ids"] = [*chain.from_iterable(pooling.rows)]
     for param, ids in (fields | request.sampling.token_id_fields()).items():
         if message := beyond_vocabulary(param, ids, vocab_size):
             raise InvalidRequest(message, param=param)
@@ -167,8 +169,9 @@ class RequestTable:
         self._num_arrived = 0
         self._now = 0.0  # time of the latest arrival or round
 
-        # The request that did not fit last and the tree's version then, and the available pages.
-        self._refused: tuple[str, int] | None = None
+        # The serial number of the request that did not fit last, the version of the tree then, and
+        # the number of available pages.
+        self._refused: tuple[int, int] | None = None
         self._refused_at = 0
 
     def __len__(self) -> int:
@@ -212,13 +215,15 @@ class RequestTable:
 
         While several tenants are present, no tenant may hold more places of the queue than are
         free. So one tenant that floods the queue gets half of the places, two tenants get a third
-        each, and a new tenant still finds a place. A single tenant may use the whole queue.
+        each, and a new tenant still finds a place. A single tenant may use the whole queue, also
+        beside prompts that the server computes ahead, which are no tenant's.
         """
         most = self._limits.max_queued + self._limits.max_running
         num_free = most - len(self._by_id) - pending.num_all
-        if self._last_tenants not in ((), (request.tenant,)):
-            self._shared_until = self._now + MULTI_TENANT_SECONDS
-        self._last_tenants = (request.tenant,)
+        if not request.extras.is_ahead:
+            if self._last_tenants not in ((), (request.tenant,)):
+                self._shared_until = self._now + MULTI_TENANT_SECONDS
+            self._last_tenants = (request.tenant,)
         if num_free <= 0:
             num_waiting = len(self.waiting) + pending.num_all
             raise QueueFull(f"the queue is full: {num_waiting} requests are waiting")
@@ -277,12 +282,13 @@ class RequestTable:
 
         A request that did not fit is compared again only after a change of the cached pages or of
         their locks (an admission or an end of a request is one), or if more pages are available.
-        Otherwise the running requests have grown, and the room has not. With recurrent states the
-        room for them may change without either, so the request is compared in each round.
+        Otherwise the running requests have grown, and the room has not. With recurrent states or
+        packing the room may change without either, so the request is compared in each round.
         """
         num_available = cache.num_available_pages
-        refused = request.request_id, cache.tree.version
-        if refused == self._refused and num_available <= self._refused_at and cache.states is None:
+        refused = request.serial, cache.tree.version
+        is_settled = cache.states is None and not self._limits.kv_budget
+        if is_settled and refused == self._refused and num_available <= self._refused_at:
             return False
         fits = would_fit(cache, request, self.running.values())
         self._refused = None if fits else refused

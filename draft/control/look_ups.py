@@ -62,10 +62,10 @@ class LookUps:
         """Return the guesses for each request, in the order of the sources."""
         requests = [state.request for state in states]
         by_source = [source.propose_all(requests, most) for source in self._sources]
-        guesses = [list(chain.from_iterable(of)) for of in zip(*by_source, strict=True)]
+        guesses = [[guess for own in by_source for guess in own[at]] for at in range(len(states))]
         all_ids = [guess.token_ids for own in guesses for guess in own]
         has_images = min(chain.from_iterable(all_ids), default=0) < 0
-        for index, (request, own) in enumerate(zip(requests, guesses, strict=bool(by_source))):
+        for index, (request, own) in enumerate(zip(requests, guesses, strict=True)):
             is_cut = has_images or request.sampling.constraint is not None
             for guess in own:
                 is_cut = is_cut or not (

@@ -130,7 +130,8 @@ def hello() -> Hello:
         vocab_size=100, max_model_len=256, eos_token_ids=frozenset({1, 2}), exact=False,
         drafters=("radix", "lm"), no_self_draft="is small",
         sampling_defaults=DEFAULTS, pooling=POOLING,
-        takes_images=True, settings=body_form({"draft": "auto", "threads": None}),
+        takes_images=True, takes_branches=False,
+        settings=body_form({"draft": "auto", "threads": None}),
         max_running=8, max_queued=32, page_size=16, num_pages=64,
     )  # fmt: skip
 

@@ -217,7 +217,7 @@ def test_all_that_is_known_of_a_model_comes_back() -> None:
         vocab_size=100, max_model_len=256, eos_token_ids=frozenset({1, 2}), exact=False,
         drafters=("radix", "lm"), no_self_draft="is small", model_path="transformers",
         sampling_defaults=DEFAULTS, pooling=POOLING, settings={"draft": "auto", "threads": None},
-        takes_images=True,
+        takes_images=True, takes_branches=False,
         fingerprint=b"f" * 32, kernels="k",
     )  # fmt: skip
     blank = Built(engine=there, path=Path(), name="", vocab_size=1, max_model_len=1,

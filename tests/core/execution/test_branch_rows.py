@@ -35,7 +35,7 @@ def decoder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReq
 
 def drive(decoder: Decoder) -> Driver:
     limits = SchedulerLimits(
-        max_batch_tokens=24, max_running=6, max_queued=40, max_model_len=200,
+        max_batch_tokens=24, max_running=6, max_queued=120, max_model_len=200,
         vocab_size=VOCAB_SIZE,
     )  # fmt: skip
     pool = decoder.make_pool(NUM_PAGES, page_size=PAGE_SIZE)
@@ -51,11 +51,9 @@ def path_of(branches: Sequence[int], parents: Sequence[int], node: int) -> list[
     return path[::-1]
 
 
-@pytest.mark.parametrize("length", [1, 30, 62, 127])
-def test_branches_read_what_prompts_that_end_with_them_read(decoder: Decoder, length: int) -> None:
-    rng = random.Random(length)
+def check(decoder: Decoder, rng: random.Random, length: int, parents: Sequence[int]) -> None:
+    """Each path reads what a prompt that ends with it reads."""
     prompt = [rng.randrange(VOCAB_SIZE) for _ in range(length)]
-    parents = [-1, 0, 1, 0, -1, 4, 4, *(rng.randrange(-1, at) for at in range(7, 12))]
     branches = [rng.randrange(VOCAB_SIZE) for _ in parents]
     pooling = Pooling(
         READ, is_normalized=True, branches=tuple(BranchPooling(each, READ) for each in parents)
@@ -74,6 +72,20 @@ def test_branches_read_what_prompts_that_end_with_them_read(decoder: Decoder, le
     alone.run()
     wanted = [alone.pooled[str(node)] for node in range(-1, len(parents))]
     assert array("f", found).tolist() == [each for numbers in wanted for each in numbers]
+
+
+@pytest.mark.parametrize("length", [1, 30, 62, 127])
+def test_branches_read_what_prompts_that_end_with_them_read(decoder: Decoder, length: int) -> None:
+    rng = random.Random(length)
+    parents = [-1, 0, 1, 0, -1, 4, 4, *(rng.randrange(-1, at) for at in range(7, 12))]
+    check(decoder, rng, length, parents)
+
+
+@pytest.mark.parametrize("length", [2, 61])
+def test_long_branches_beside_the_trunk_are_like_prompts_too(decoder: Decoder, length: int) -> None:
+    """Longer than the window of a layer, and the second one leaves the first in its middle."""
+    parents = [-1, -1, *range(1, 70), 30, *range(71, 100)]
+    check(decoder, random.Random(length), length, parents)
 
 
 def test_a_later_prompt_reads_no_page_of_a_branch(decoder: Decoder) -> None:

@@ -12,6 +12,7 @@ from foretoken.core.interface.extras.tiers import PageLoad
 from foretoken.core.interface.plan import StepPlan
 from foretoken.core.interface.protocols import NO_SPECULATION
 from foretoken.core.interface.request import CacheOptions, Request, RequestStatus
+from foretoken.core.interface.sampling import BranchPooling, Pooling
 from foretoken.core.scheduling.async_scheduling import plan_next
 from foretoken.core.scheduling.chunk_budget import ChunkBudget
 from foretoken.core.scheduling.page_loads import LATE_SECONDS, LOOKUP_SECONDS, TRIAL_SECONDS
@@ -422,6 +423,28 @@ def test_a_late_load_of_who_does_not_write_gives_its_pages_back(store: DictStore
     finish(driver, request)
     assert driver.scheduler.cache.tree.num_pages == 0
     assert request.usage.cached_tokens == request.usage.loaded_tokens == 0
+
+
+def test_branches_are_computed_with_the_row_before_them_after_a_late_load(store: DictStore) -> None:
+    prompt, branches = prompt_of(80), (BranchPooling(-1, (1,)), BranchPooling(-1, (2,)))
+    driver = restarted(store)
+    pooling = Pooling((1, 2), branches=branches)
+    driver.add(request := ask("a", [*prompt, 2, 2], pooling=pooling, depth=0))
+    driver.run_calls()
+    driver.step()
+    call, load = driver.begin_call(), request.transfer.load
+    assert load is not None
+    # Meanwhile another request caches the whole prompt, the last page included.
+    driver.add(ask("b", prompt, cache=CacheOptions(read=False)))
+    while "b" not in driver.ended:
+        driver.step()
+    assert driver.scheduler.cache.match_len(request.tokens) == 80
+    plan = late(driver, load)
+    assert [row.start for row in plan.requests] == [76]
+    driver.end_call(call)
+    driver.run()
+    assert driver.ended["a"] == "stop"
+    come_to_rest(driver)
 
 
 def test_the_audit_misses_a_lease_that_no_one_has(store: DictStore) -> None:

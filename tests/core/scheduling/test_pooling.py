@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 import pytest
 
-from foretoken.core.errors import DeadlineExceeded, PromptTooLong
+from foretoken.core.errors import DeadlineExceeded, InvalidRequest, PromptTooLong
 from foretoken.core.interface.output import StepOutput
 from foretoken.core.interface.plan import StepPlan
 from foretoken.core.interface.request import Request
-from foretoken.core.interface.sampling import Pooling
+from foretoken.core.interface.sampling import BranchPooling, Pooling
 from foretoken.core.scheduling.async_scheduling import plan_next
 from support.fake_model import (
     VOCAB_SIZE,
@@ -190,6 +190,17 @@ def test_a_long_one_makes_a_stream_slower_by_no_more_than_the_bound() -> None:
     assert max(beside[1:]) <= (1.5 - 1) * STEP_S / TOKEN_S
     assert sum(stop - start for start, stop in chunks_of(driver, "long")) == 700
     assert driver.ended == {"stream": "length", "long": "stop"}
+
+
+@pytest.mark.parametrize(
+    "pooling",
+    [Pooling((1, VOCAB_SIZE)), Pooling((1,), branches=(BranchPooling(-1, (VOCAB_SIZE,)),))],
+)
+def test_tokens_that_the_model_lacks_cannot_be_read(pooling: Pooling) -> None:
+    """Their logits do not exist: a step that reads them would fail, with its other requests."""
+    scheduler = make_scheduler()
+    with pytest.raises(InvalidRequest, match="token_ids must have token ids from 0 to 6"):
+        scheduler.check(make_request("a", PROMPT, pooling=pooling))
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -132,3 +132,8 @@ def test_a_request_for_which_a_source_fails_leaves_the_guesses_of_others() -> No
     states = [DraftState(each) for each in requests_of(random.Random(0), 3)]
     trees = LookUps([GuardedSource(source)], None, model).find(states, [2, 2, 2])
     assert [tree is None for tree in trees] == [False, True, False]
+
+
+def test_without_sources_nothing_is_found() -> None:
+    states = [DraftState(each) for each in requests_of(random.Random(0), 3)]
+    assert LookUps([], None, AcceptanceModel()).find(states, [4, 0, 4]) == [None] * 3

@@ -16,8 +16,8 @@ MUTATIONS = (
     Mutation(
         "commit-goes-on-after-the-end",
         "_append",
-        "        if delta.terminal:\n            return\n",
-        "",
+        "delta.finish_reason, delta.stop_reason = end\n            return\n",
+        "delta.finish_reason, delta.stop_reason = end\n",
         ("test_a_stop_token_cuts_the_accepted_run",),
         "I8: nothing after a stop",
     ),
