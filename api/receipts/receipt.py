@@ -120,9 +120,9 @@ def check_adapter(statement: Statement, adapter: str | None) -> None:
 
 
 def check_seed(statement: Statement, seed: object, index: int) -> None:
-    """Raise `InvalidRequest` if the request has a ``seed``, and the answer had another one.
+    """Raise `InvalidRequest` if the request has a ``seed``, and the answer another seed.
 
-    ``index``: number of the choice among those of its prompt.
+    ``index``: number of the choice among the choices of its prompt.
     """
     if not isinstance(seed, int):
         return

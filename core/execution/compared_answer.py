@@ -77,7 +77,7 @@ def compare_answer(scheduled: ScheduledRequest, logits: Tensor, sampler: Sampler
 
 
 class _Rows:
-    """A block of rows, whose first one is that of the token ``first``.
+    """A block of rows; ``first`` is the index of its first row's token.
 
     ``is_over``: whether nothing is compared after the block.
     """

@@ -1,8 +1,8 @@
 """ScoredRows: limit of the rows of prompts whose logits one step computes.
 
-A chunk of a usual prompt needs the logits of its last row alone. If given tokens are scored, it
-needs those of many rows: for the log-probabilities of a prompt, for a recorded answer that is
-compared, and for branches. Their logits [num_rows, vocab] could take more memory than the step.
+A chunk of a usual prompt needs the logits of its last row alone. If given tokens are scored, many
+rows need logits: for the log-probabilities of a prompt, for a recorded answer that is compared, and
+for branches. These logits [num_rows, vocab] could take more memory than the step.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ from .compared_tokens import ComparedTokens
 from .recorded import RecordedAnswer, TextComparison
 from .visible_text import is_stop
 
-FOLLOW_BYTES = 2**8  # bytes that are read in the time in which one compared token is read
+FOLLOW_BYTES = 2**10  # bytes that are read in the time in which a compared token is read
 MOST_TEXT = 256  # characters that are tokenized to find a recorded text's next token
 
 

@@ -25,7 +25,7 @@ class ComparedTokens:
     - ``ends_otherwise``: whether the two answers end for different reasons.
 
     ``comparisons`` are those of the engine. ``context``: maximum number of tokens of prompt and
-    answer. Reading a long answer takes a second, so it is done in a thread. Raises `InvalidRequest`
+    answer. Reading a long answer takes seconds, so it is done in a thread. Raises `InvalidRequest`
     if the request's parameters allow no token somewhere.
     """
 

@@ -26,8 +26,8 @@ class TokenComparison(NamedTuple):
     is higher than that of the recorded token; infinite if the recorded token is excluded.
     ``excluded_by``: index in `EXCLUDERS`, or -1. The raw log-probabilities of both tokens are NaN
     if they were not computed. They are known, as is ``excluded_by``, for the first different token
-    of a step and for the first token that is compared. The own token's is also known after the
-    whole answer, where no token is recorded.
+    of a step and for the first token that is compared. After the whole answer, where no token is
+    recorded, the log-probability of the own token is known.
     """
 
     position: int  # index in the answer
