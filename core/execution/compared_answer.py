@@ -158,9 +158,9 @@ class _Rows:
             name = excluded_by(values.float(), self._rows[i], given)
         # After a failed choice there is no own token.
         pair = [given, own if own >= 0 else given]
-        logprobs = [each.logprob for each in token_logprobs(values.expand(2, -1), pair, 0)]
+        first, second = token_logprobs(values.expand(2, -1), pair, 0)
         excluder = -1 if name is None else EXCLUDERS.index(name)
-        return TokenComparison(0, own, max(0.0, gap), *logprobs, excluder)
+        return TokenComparison(0, own, max(0.0, gap), first.logprob, second.logprob, excluder)
 
 
 def _forked(sampling: SamplingMetadata) -> SamplingMetadata:
