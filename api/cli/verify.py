@@ -145,7 +145,8 @@ def _lines(
             answer = _answer(choice, request, f"{where}, choice {index}")
             body = {**request, "model": model, "answer": answer, "index": index}
             if receipts is not None:
-                body |= receipts.changes(request, response, choice, f"{where}, choice {index}")
+                place = f"{where}, choice {index}"
+                body |= receipts.changes(request, response, choice, place, model)
             yield msgspec.json.encode(
                 {
                     "custom_id": f"record {number}, choice {index}",

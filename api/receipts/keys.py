@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 ALGORITHM = "Ed25519"
 OTHERS = stat.S_IRWXG | stat.S_IRWXO
-_BLOCK = re.compile(rb"-----BEGIN (PRIVATE|PUBLIC) KEY-----.*?-----END \1 KEY-----", re.DOTALL)
+_BLOCK = re.compile(rb"-----BEGIN ([A-Z0-9 ]+)-----.*?-----END \1-----", re.DOTALL)
 
 
 class PublicKey(Struct, frozen=True):
@@ -73,6 +73,7 @@ class SigningKeys:
 
     @classmethod
     def _of(cls, file: Path, data: bytes) -> SigningKeys:
+        from cryptography.exceptions import UnsupportedAlgorithm
         from cryptography.hazmat.primitives.asymmetric.ed25519 import (
             Ed25519PrivateKey,
             Ed25519PublicKey,
@@ -84,13 +85,16 @@ class SigningKeys:
 
         private: Ed25519PrivateKey | None = None
         public: dict[str, PublicKey] = {}
-        for block in _BLOCK.finditer(data):
+        blocks = [*_BLOCK.finditer(data)]
+        if len(blocks) < data.count(b"-----BEGIN "):
+            raise _wrong(f"{file} has a damaged key: it has no end")
+        for block in blocks:
             try:
-                if block[1] == b"PRIVATE":
-                    key: object = load_pem_private_key(block[0], None)
+                if block[1] == b"PUBLIC KEY":
+                    key: object = load_pem_public_key(block[0])
                 else:
-                    key = load_pem_public_key(block[0])
-            except ValueError as error:
+                    key = load_pem_private_key(block[0], None)
+            except (ValueError, TypeError, UnsupportedAlgorithm) as error:
                 raise _wrong(f"{file} has a damaged key: {error}") from None
             if isinstance(key, Ed25519PrivateKey):
                 private, key = key, key.public_key()

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from msgspec import Struct
 
-from ...core.errors import InvalidRequest
+from ...core.errors import ForetokenError, InvalidRequest
+from ...core.sampling.seeds import sibling_seed
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import (
@@ -111,16 +112,43 @@ def check_answer(
         raise refused(f"its answer ended with {statement.finish_reason}, not {finish_reason}")
 
 
+def check_adapter(statement: Statement, adapter: str | None) -> None:
+    """Raise `InvalidRequest` if the answer had another adapter; None: the base model."""
+    if statement.adapter != adapter:
+        asked, own = adapter or "the base model", statement.adapter or "the base model"
+        raise refused(f"it is of {own}, but the answer would be verified with {asked}")
+
+
+def check_seed(statement: Statement, seed: object, index: int) -> None:
+    """Raise `InvalidRequest` if the request has a ``seed``, and the answer another seed.
+
+    ``index``: number of the choice among the choices of its prompt.
+    """
+    if not isinstance(seed, int):
+        return
+    if statement.seed != sibling_seed(seed % 2**64, index):
+        raise refused(f"its seed is {statement.seed}, which does not follow from the request's")
+
+
 def hash_of(token_ids: Sequence[int]) -> str:
     """Return the SHA-256 of token ids as 64-bit little-endian integers, in hexadecimal."""
     return hashlib.sha256(array("q", token_ids).tobytes()).hexdigest()
 
 
 def digest_of(model: Path) -> str:
-    """Return the SHA-256 of the hashes of a model's config and weights, in hexadecimal."""
+    """Return the SHA-256 of the hashes of a model's config and weights, in hexadecimal.
+
+    It takes as long as reading all these files. Raises `ForetokenError` if there are no weights.
+    """
     from ..certify.identity import weight_hashes  # loads torch
 
-    return hashlib.sha256(msgspec.json.encode(weight_hashes(model))).hexdigest()
+    try:
+        hashes = weight_hashes(model)
+    except OSError as error:
+        raise ForetokenError(f"receipts: {error}") from None
+    if all(each["file"] == "config.json" for each in hashes):
+        raise ForetokenError(f"receipts need the model's weights, and {model} has none")
+    return hashlib.sha256(msgspec.json.encode(hashes)).hexdigest()
 
 
 def refused(reason: str) -> InvalidRequest:

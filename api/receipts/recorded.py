@@ -9,8 +9,18 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ...core.errors import ForetokenError, InvalidRequest
+from ...core.options.checks import MAX_INT
 from .keys import PublicKeys, read_public
-from .receipt import Receipt, Statement, check_answer, digest_of, opened, refused
+from .receipt import (
+    Receipt,
+    Statement,
+    check_adapter,
+    check_answer,
+    check_seed,
+    digest_of,
+    opened,
+    refused,
+)
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
@@ -34,19 +44,24 @@ class CheckedReceipts:
         response: Mapping[str, Any],
         choice: Mapping[str, Any],
         where: str,
+        adapter: str | None = None,
     ) -> dict[str, Any]:
         """Check the receipt of a choice; return fields of the request that repeat it alone.
 
         The receipt knows the seed, also if the request had none. ``where``: the place of the
-        choice, for errors. Raises `InvalidRequest`.
+        choice, for errors. ``adapter``: name of the adapter with which it is verified. Raises
+        `InvalidRequest`.
         """
         try:
             statement = statement_of(response, choice, self._keys)
+            check_adapter(statement, adapter)
+            most = request.get("n") or 1
+            num_choices = most if isinstance(most, int) and most > 0 else 1
+            number, index = divmod(statement.index, num_choices)
+            check_seed(statement, request.get("seed"), index)
         except InvalidRequest as error:
             raise InvalidRequest(f"{where}: {error}", param="receipt") from None
         self._digests[where] = statement.model_digest
-        most = request.get("n") or 1
-        number = statement.index // most if isinstance(most, int) and most > 0 else 0
         return {"n": 1, "seed": statement.seed, "index": number}
 
     def check_model(self, model: Path) -> None:
@@ -91,8 +106,9 @@ def statement_of(response: Mapping[str, Any], choice: Mapping[str, Any], keys: K
     if response.get("id") != statement.id:
         raise refused(f"it is of the response {statement.id}")
     token_ids = choice.get("token_ids")
-    is_known = isinstance(token_ids, list) and all(type(each) is int for each in token_ids)
-    if not is_known or not isinstance(token_ids, list):
+    if not isinstance(token_ids, list):
         raise refused("the response has no token_ids: record it with return_token_ids")
-    check_answer(statement, statement.index, token_ids, choice.get("finish_reason"))
+    if not all(type(each) is int and 0 <= each <= MAX_INT for each in token_ids):
+        raise refused("the response has token_ids that no answer can have")
+    check_answer(statement, mine.index, token_ids, choice.get("finish_reason"))
     return statement

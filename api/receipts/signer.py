@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterable
-from functools import cached_property
 from pathlib import Path
 
 from ..._version import __version__
+from ...core.errors import ForetokenError
 from ..certify.records import engine_facts, kernels_of, plain_params
 from ..runtime.generation import EndedChoice
 from ..serving.serving_context import Service
@@ -22,6 +23,8 @@ class ReceiptSigner:
     def __init__(self, service: Service, file: Path) -> None:
         self._service = service
         self.keys = SigningKeys.load(file)
+        self._model_digest = ""  # set by `prepare`
+        self._hashing: asyncio.Task[str] | None = None
 
     @classmethod
     def of(cls, service: Service) -> ReceiptSigner | None:
@@ -33,6 +36,29 @@ class ReceiptSigner:
             service.shared[cls] = cls(service, Path(file))
         found: ReceiptSigner = service.shared[cls]
         return found
+
+    @classmethod
+    async def prepare(cls, service: Service) -> None:
+        """Hash the model's files, in a thread, unless the server signs no answers.
+
+        An answer is computed only afterwards, so that it does not wait for its receipts. Raises
+        `ForetokenError`.
+        """
+        signer = cls.of(service)
+        if signer is not None and not signer._model_digest:
+            await signer._hash_model()
+
+    async def _hash_model(self) -> None:
+        if self._hashing is None:
+            job = asyncio.to_thread(digest_of, self._service.llm.built.path)
+            self._hashing = asyncio.create_task(job, name="foretoken-receipts")
+        hashing = self._hashing
+        try:
+            self._model_digest = await asyncio.shield(hashing)
+        except ForetokenError:  # the next answer tries again
+            if self._hashing is hashing:
+                self._hashing = None
+            raise
 
     def receipts(self, response_id: str, choices: Iterable[EndedChoice]) -> list[Receipt]:
         """Return a receipt for each choice that was not aborted."""
@@ -63,8 +89,3 @@ class ReceiptSigner:
             num_tokens=len(choice.token_ids),
             finish_reason=choice.finish_reason,
         )
-
-    @cached_property
-    def _model_digest(self) -> str:
-        """Digest of the model's files. The first answer waits until all of them are read."""
-        return digest_of(self._service.llm.built.path)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 
 from starlette.applications import Starlette
@@ -18,6 +18,7 @@ from ...core.errors import ForetokenError, InvalidRequest
 from ..dialects import APIS, BATCH_PATHS, open_dialects, with_route_prefix
 from ..dialects.batches.routes import Batches
 from ..receipts.routes import ReceiptRoutes
+from ..receipts.signer import ReceiptSigner
 from ..runtime.engine_client import EngineClient
 from ..serving.dialect import Endpoints, Operation
 from ..serving.errors import ApiError, ClientGone, logged_api_error
@@ -98,6 +99,9 @@ def create_app(
 
 @asynccontextmanager
 async def _lifespan(service: Service, _app: Starlette) -> AsyncIterator[None]:
+    if service.llm.ready:  # A front has no model yet; its first answer waits for the hash.
+        with suppress(ForetokenError):  # every answer reports it
+            await ReceiptSigner.prepare(service)
     async with service.background:
         yield
 

@@ -44,9 +44,9 @@ class Agreement(Struct, kw_only=True, frozen=True):
     - ``large_margins``: number of compared tokens whose margin exceeds ``tolerance``, or that a
       parameter excludes.
     - ``p_value``: probability of at least so many, if the same model gave the answer with other
-      kernels.
-    - ``same_model``: whether ``p_value`` is at least 0.001, so that one answer in 1000 of the same
-      model is wrongly judged.
+      kernels and 2 in 1000 tokens have such a margin then. This rate is an assumption.
+    - ``same_model``: whether ``p_value`` is at least 0.001. At the assumed rate, one answer in 1000
+      of the same model is wrongly judged.
     """
 
     large_margins: int

@@ -100,7 +100,7 @@ class DraftedRow(msgspec.Struct, frozen=True, dict=True):
 
     def ending(self, length: int) -> tuple[int, ...]:
         """Return the last ``length`` of the tokens and draft, or all tokens if they are fewer."""
-        recent = (*self.tokens[-length:], *self.draft) if length else ()
+        recent = (*self.tokens[-length:], *self.draft[-length:]) if length else ()
         return recent[max(0, len(recent) - length) :]
 
     def banned_by_words(self, words: Sequence[tuple[int, ...]]) -> list[int]:

@@ -51,6 +51,7 @@ from .leases import (
 from .output_processor import late_end, request_error, take_output
 from .page_loads import PageLoads
 from .request_table import NO_ARRIVALS, PendingArrivals, RequestTable, SchedulerLimits
+from .scored_rows import ScoredRows
 from .shares import (
     decode_rows,
     plan_drafts,
@@ -380,9 +381,11 @@ class Scheduler:
         """Return a chunk of each prompt that has tokens in ``shares`` and for which pages suffice.
 
         A chunk never cuts `undivided_runs`, such as image rows that attend to each other; to
-        complete such rows, one chunk of a step may exceed its share.
+        complete such rows, one chunk of a step may exceed its share. `ScoredRows` limits the rows
+        that need logits.
         """
         chunks, is_exceeded = [], False
+        scored = ScoredRows(self.limits.vocab_size)
         for request in prompts:
             share_stop = request.num_computed + shares.get(request.request_id, 0)
             if (packing := request.next_packing(request.num_computed)) is not None:
@@ -395,9 +398,11 @@ class Scheduler:
                 if is_exceeded:
                     continue
                 is_exceeded = True
+            stop = scored.cut(request, stop)
             if stop > request.num_computed and self._reserve(
                 request, request.kv_len(stop), planned, preempt_self=False
             ):
+                scored.take(request, stop)
                 chunks.append(self._schedule_chunk(request, stop))
                 planned.add(request.request_id)
         return chunks

@@ -397,6 +397,29 @@ def test_bad_answers_name_their_field(
     assert refused.value.param == param
 
 
+def test_parameters_that_allow_no_token_are_the_callers_error(
+    llm: LLM, answers: dict[str, Choice]
+) -> None:
+    wrong = list(answers["regex"].token_ids)
+    wrong[1] = 803
+    with pytest.raises(InvalidRequest, match="allow no token after the answer's first 3 tokens"):
+        llm.verify(PROMPT, wrong, params_of("regex"), checked_from=3)
+    tokenizer = llm._llm.tokenizer
+    token, text = next(
+        (each, text)
+        for each in range(300, 900)
+        if (text := tokenizer.decode([each])).isalpha()
+        and tokenizer.encode_word(text * 2) == [each, each]
+    )
+    banned = SamplingParams(
+        temperature=0, max_tokens=9, allowed_token_ids=[token], bad_words=[text * 2]
+    )
+    with pytest.raises(InvalidRequest):
+        llm.generate(PROMPT, banned)
+    with pytest.raises(InvalidRequest, match="allow no token"):
+        llm.verify(PROMPT, [token], banned, finish_reason="stop")
+
+
 def test_a_seed_is_required(llm: LLM) -> None:
     with pytest.raises(InvalidRequest) as refused:
         llm.verify(PROMPT, [5], SamplingParams(temperature=1))

@@ -118,6 +118,19 @@ def test_bad_answers_get_400_with_their_field(url: str, path: str, body: dict[st
     assert (answer.status, "answer" in answer.error["message"]) == (400, True)
 
 
+@both
+def test_after_a_token_that_a_form_excludes_nothing_is_compared(
+    url: str, path: str, body: dict[str, Any]
+) -> None:
+    ids = [803] * 150  # several steps
+    one = {**body, "n": 1, "regex": "[a-c]+", "max_tokens": 150, "answer": {"token_ids": ids}}
+    found = verdict(url, path, one)
+    assert (found["verified"], found["checked_tokens"]) == (False, 1)
+    assert found["first_difference"]["excluded_by"] == "regex"
+    late = post(url, f"{path}/verify", {**one, "checked_from": 100})
+    assert (late.status, late.error["param"]) == (400, "answer"), late.content
+
+
 def test_batches_verify_answers(url: str) -> None:
     path, body = BODIES[0]
     lines = []

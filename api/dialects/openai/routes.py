@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 from ....core.errors import InvalidRequest
+from ...receipts.signer import ReceiptSigner
 from ...runtime.conversation.chat_input import ChatInput
 from ...runtime.conversation.prompt_history import PromptNote, text_parts
 from ...runtime.generation import Answer, Answers
@@ -66,6 +67,7 @@ class ChatRoute(Dialect[ChatRequest]):
         body: ChatRequest,
         prompt: PromptTokens | None,
     ) -> ChatReply:
+        await ReceiptSigner.prepare(self.service)
         answer = await self.service.chat.open(
             chat,
             request_id=head.id,
@@ -136,6 +138,7 @@ class CompletionsRoute(Dialect[CompletionRequest]):
         params: SamplingParams,
         body: CompletionRequest,
     ) -> TextReply:
+        await ReceiptSigner.prepare(self.service)
         answers = await self._open(head, prompts, params, body)
         return TextReply(self.service, writer, answers)
 

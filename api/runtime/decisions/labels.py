@@ -10,7 +10,7 @@ from ....core.interface.sampling import BranchPooling, Pooling
 
 Ids = tuple[int, ...]
 MAX_READS = 2**14  # reads of one call
-MAX_BRANCHES = 128  # branches of one prompt, unless a single path has more
+MAX_BRANCHES = 128  # branches of one prompt, unless half of them would repeat another prompt's
 
 
 class Read(NamedTuple):
@@ -78,16 +78,19 @@ class LabelTree:
         """Return the requests that read all inner nodes of the tree.
 
         ``with_branches``: the model computes `Branches`. Then a request has up to `MAX_BRANCHES` of
-        them, and repeats the reads on the path to its first new one. Otherwise each read is a
-        request, those with the shortest prefixes first.
+        them, and repeats the reads on the path to its first new one. After a long path it has more,
+        so that at least `MAX_BRANCHES` / 2 are new. Otherwise each read is a request, those with
+        the shortest prefixes first.
         """
         reads = [*self._reads.values()]  # depth first
         if not with_branches:
             return [Part(each.prefix, [each]) for each in sorted(reads, key=_depth)]
-        parts = [[reads[0]]]
+        parts, num_repeated = [[reads[0]]], 0
         for read in reads[1:]:
-            if len(parts[-1]) > MAX_BRANCHES:
+            num_new = len(parts[-1]) - num_repeated
+            if len(parts[-1]) > MAX_BRANCHES and num_new > MAX_BRANCHES // 2:
                 parts.append([self._reads[read.prefix[:end]] for end in range(len(read.prefix))])
+                num_repeated = len(read.prefix)
             parts[-1].append(read)
         return [Part((), each) for each in parts]
 

@@ -14,6 +14,7 @@ from ...types.verdict import Agreement
 TOLERANCE = 0.5  # margin, in units of scores, that rounding rarely exceeds
 RATE = 0.002  # most tokens per token whose margin exceeds it because of rounding; docs/verify.md
 LEAST_P = 0.001  # error rate of the verdict: answers of the same model that are rejected
+NEGLIGIBLE = 1e-18  # a term that changes no sum of probabilities
 
 
 def agreement_of(margins: Sequence[float], num_tokens: int) -> Agreement:
@@ -33,10 +34,12 @@ def tail(trials: int, least: int, rate: float) -> float:
     if least > trials:
         return 0.0
     log_rate, log_rest = math.log(rate), math.log1p(-rate)
-    below = sum(
-        math.exp(_log_choose(trials, count) + count * log_rate + (trials - count) * log_rest)
-        for count in range(least)
-    )
+    below = 0.0
+    for count in range(least):
+        term = math.exp(_log_choose(trials, count) + count * log_rate + (trials - count) * log_rest)
+        below += term
+        if count > trials * rate and term < NEGLIGIBLE:
+            break  # the terms after the mean only fall
     return max(0.0, 1.0 - below)
 
 

@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from array import array
 from collections.abc import Sequence
 from contextlib import aclosing, suppress
+from functools import partial
 
-from ....core.errors import DeadlineExceeded, EngineDead, PromptTooLong
+from ....core.errors import DeadlineExceeded, EngineDead, InvalidRequest
 from ....core.interface.extras.token_comparison import TokenComparison, comparisons_of
 from ....core.interface.request import DEFAULT_CACHE, CacheOptions, Usage
 from ...types.results import TextDelta
@@ -33,6 +35,7 @@ from .compared_tokens import ComparedTokens
 from .recorded import RecordedAnswer, TextComparison
 from .visible_text import is_stop
 
+FOLLOW_BYTES = 2**10  # bytes that are read in the time in which a compared token is read
 MOST_TEXT = 256  # characters that are tokenized to find a recorded text's next token
 
 
@@ -76,7 +79,7 @@ class AnswerVerifier:
             if (token_ids := recorded.token_ids) is not None:
                 return await self._compare(asked, params, recorded, token_ids)
             if ids := await self._usual_ids(recorded):
-                with suppress(PromptTooLong):  # the text may have fewer tokens
+                with suppress(InvalidRequest):  # these ids may not fit; generating checks the rest
                     found = await self._compare(asked, params, recorded, ids)
                     if found.verified:
                         return found
@@ -93,14 +96,15 @@ class AnswerVerifier:
     ) -> Verdict:
         """Compare all recorded token ids with the model's own tokens."""
         context = self._llm.built.max_model_len
-        recorded.check_room(len((await asked.prompt()).token_ids), context)
+        if recorded.token_ids is not None:
+            recorded.check_room(len((await asked.prompt()).token_ids), context)
         opened = await asked.compare(params, token_ids, recorded.checked_from)
         try:
             numbers = await opened.answer.generations[0].pooled()
         finally:
             opened.close()
-        comparisons = list(comparisons_of(numbers))
-        compared = ComparedTokens(opened, recorded, token_ids, comparisons, context)
+        read = partial(_read, opened, recorded, token_ids, numbers, context)
+        compared = await self._llm.tokenizer.apart(FOLLOW_BYTES * len(token_ids), read)
         difference = await self._first_difference(asked, params, opened, compared)
         text = recorded.text
         is_same = difference is None and (text is None or compared.text == text)
@@ -266,6 +270,17 @@ class AnswerVerifier:
         rest = (recorded.text or "")[comparison.num_same_chars :][:MOST_TEXT]
         ids = await self._llm.tokenizer.encode_prediction(rest)
         return ids[0] if ids else None
+
+
+def _read(
+    opened: Opened,
+    recorded: RecordedAnswer,
+    token_ids: Sequence[int],
+    numbers: array[float],
+    context: int,
+) -> ComparedTokens:
+    comparisons = [*comparisons_of(numbers)]
+    return ComparedTokens(opened, recorded, token_ids, comparisons, context)
 
 
 def _usage(opened: Opened) -> Usage:

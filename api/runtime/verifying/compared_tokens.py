@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ....core.errors import ForetokenError
+from ....core.errors import InvalidRequest
 from ....core.interface.extras.token_comparison import TokenComparison
 from ....core.scheduling.output_processor import end_at
 from ...types.results import TextDelta
@@ -25,7 +25,8 @@ class ComparedTokens:
     - ``ends_otherwise``: whether the two answers end for different reasons.
 
     ``comparisons`` are those of the engine. ``context``: maximum number of tokens of prompt and
-    answer. Raises `ForetokenError` if the model could not choose a token.
+    answer. Reading a long answer takes seconds, so it is done in a thread. Raises `InvalidRequest`
+    if the request's parameters allow no token somewhere.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class ComparedTokens:
         found = self._by_position.get(position)
         if found is None or found.own < 0:
             if not self.differences:
-                raise ForetokenError(f"the model could not choose token {position} of the answer")
+                raise _nothing_allowed(position)
             return False
         self.own.append(found.own)
         if found.own != token_id:
@@ -89,6 +90,8 @@ class ComparedTokens:
         if self._recorded.may_continue:
             return
         if self._visible.finish_reason is None:
+            if after is not None and after.own < 0:
+                raise _nothing_allowed(self.num_same)
             self.own_after_end = after
             self.ends_otherwise = after is None
         else:
@@ -104,3 +107,8 @@ class ComparedTokens:
             last = TextDelta(token_ids=[token_id], finish_reason=end[0].value, stop_reason=end[1])
         self.text += self._visible.add(token_id, last)
         return end is not None
+
+
+def _nothing_allowed(position: int) -> InvalidRequest:
+    message = f"the request's parameters allow no token after the answer's first {position} tokens"
+    return InvalidRequest(message, param="answer")

@@ -25,8 +25,9 @@ class TokenComparison(NamedTuple):
     ``own`` is -1 if the model could choose none. ``margin``: by how much the score of the own token
     is higher than that of the recorded token; infinite if the recorded token is excluded.
     ``excluded_by``: index in `EXCLUDERS`, or -1. The raw log-probabilities of both tokens are NaN
-    if they were not computed: they are known for different tokens, for the first token that is
-    compared, and for the own token after the whole answer, where no token is recorded.
+    if they were not computed. They are known, as is ``excluded_by``, for the first different token
+    of a step and for the first token that is compared. After the whole answer, where no token is
+    recorded, the log-probability of the own token is known.
     """
 
     position: int  # index in the answer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from fractions import Fraction
 
 import pytest
@@ -19,6 +20,12 @@ def test_the_tail_is_that_of_the_binomial_distribution(trials: int, least: int) 
     )
     assert tail(trials, least, float(rate)) == pytest.approx(float(exact), rel=1e-9)
     assert tail(trials, trials + 1, float(rate)) == 0
+
+
+def test_the_tail_of_a_long_answer_is_computed_quickly() -> None:
+    began = time.perf_counter()
+    assert tail(2**16, 2**16, RATE) < 1e-9
+    assert time.perf_counter() - began < 0.02
 
 
 def test_small_margins_are_no_evidence() -> None:

@@ -130,6 +130,20 @@ def test_many_branches_are_several_requests() -> None:
     assert num_repeated == 3 * 2, "the path to the first new read of each later request"
 
 
+def test_long_labels_do_not_repeat_their_paths_in_many_requests() -> None:
+    tree = LabelTree([tuple(range(first, first + 256)) for first in range(0, 4096, 256)])
+    parts = tree.parts(with_branches=True)
+    num_rows = sum(len(part.reads) for part in parts)
+    assert tree.num_reads == 1 + 16 * 255
+    assert num_rows < 4 * tree.num_reads
+    assert max(len(part.token_ids) for part in parts) <= 255 + MAX_BRANCHES // 2
+    assert {read.prefix for part in parts for read in part.reads} == {
+        label[:end]
+        for label in (tuple(range(at, at + 256)) for at in range(0, 4096, 256))
+        for end in range(256)
+    }
+
+
 def test_very_unlikely_labels_still_have_probabilities() -> None:
     tree = LabelTree([(0, 1), (1, 0)])
     found = tree.probabilities({(0,): -900.0, (1,): -901.0, (0, 1): -300.0, (1, 0): -300.0})
