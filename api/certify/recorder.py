@@ -183,19 +183,33 @@ def redacted(
 ) -> RecordedRequest:
     """Return a record with the texts that ``redact`` returns.
 
-    If it changes a text, the token ids are removed, because they are the text.
+    If it changes a text, the token ids are removed, because they are the text. So is a body in
+    which it finds nothing, although it changes the prompt: there the text has another form.
     """
     texts = [decode([each for each in record.prompt if each >= 0]), decode(record.tokens)]
     hidden = [redact(text) for text in texts]
-    body = None if record.asked is None else record.asked.body
-    other = _redacted(body, redact)
-    if hidden == texts and other == body:
+    asked = None if record.asked is None else _asked_redacted(record.asked, redact)
+    stop = redact(record.stop_reason) if isinstance(record.stop_reason, str) else record.stop_reason
+    others = asked, _redacted(record.params, redact), stop
+    if hidden == texts and others == (record.asked, record.params, record.stop_reason):
         return record
-    asked = None if record.asked is None else msgspec.structs.replace(record.asked, body=other)
+    if asked is not None and asked == record.asked and hidden[0] != texts[0]:
+        asked = msgspec.structs.replace(asked, body=None)
     params = {name: each for name, each in record.params.items() if isinstance(each, int | float)}
     return msgspec.structs.replace(
-        record, asked=asked, prompt=[], tokens=[], params=params, redacted=hidden[1]
+        record,
+        asked=asked,
+        prompt=[],
+        tokens=[],
+        params=params,
+        stop_reason=stop,
+        redacted=hidden[1],
     )
+
+
+def _asked_redacted(asked: Asked, redact: Redact) -> Asked:
+    session = redact(asked.session) if asked.session else ""
+    return msgspec.structs.replace(asked, body=_redacted(asked.body, redact), session=session)
 
 
 def _redacted(value: Any, redact: Redact) -> Any:  # noqa: ANN401 - any JSON value
@@ -203,8 +217,8 @@ def _redacted(value: Any, redact: Redact) -> Any:  # noqa: ANN401 - any JSON val
         return redact(value)
     if isinstance(value, list):
         return [_redacted(each, redact) for each in value]
-    if isinstance(value, dict):
-        return {name: _redacted(each, redact) for name, each in value.items()}
+    if isinstance(value, Mapping):  # names are the caller's texts, too, in arguments of a call
+        return {_redacted(name, redact): _redacted(each, redact) for name, each in value.items()}
     return value
 
 

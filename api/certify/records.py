@@ -154,7 +154,7 @@ def find_record(request_id: str, place: Path) -> RecordedRequest:
                 found = record if record.id == request_id else found
     except OSError as error:
         raise ForetokenError(f"{place}: {error.strerror}") from None
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ForetokenError(
             f"{place} has a line that is not a recorded request: {error}"
         ) from None

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...core.config import EngineConfig
-from ...core.errors import ForetokenError, InvalidRequest
+from ...core.errors import InvalidRequest
+from ..serving.settings import Settings
 from ..types.sampling_params import SamplingParams
 from .config import Chosen, Given, model_options
 from .flags import Parser
-from .outputs import check_out
+from .outputs import check_out, write_out
 
 if TYPE_CHECKING:
     from ..compare.runner import Plan
@@ -92,7 +93,12 @@ def add_flags(parser: Parser) -> None:
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="write the result with all answers to FILE"
     )
-    parser.add_argument("--api-key", metavar="KEY", help="API key for servers")
+    parser.add_argument(
+        "--api-key",
+        action="append",
+        metavar="KEY",
+        help="API key of the servers (FORETOKEN_API_KEY)",
+    )
 
 
 def compare(parsed: argparse.Namespace) -> int:
@@ -125,7 +131,8 @@ def compare(parsed: argparse.Namespace) -> int:
         _check(each)
     if parsed.json is not None:
         check_out(parsed.json, "json")
-    return asyncio.run(_run(parsed, variants, read_tasks(parsed.tasks, plan.seed), plan))
+    key = next(iter(given.make(Settings).api_keys), None)
+    return asyncio.run(_run(parsed, variants, read_tasks(parsed.tasks, plan.seed), plan, key))
 
 
 def _check(variant: Variant) -> None:
@@ -138,10 +145,14 @@ def _check(variant: Variant) -> None:
 
 
 async def _run(
-    parsed: argparse.Namespace, variants: list[Variant], file: TaskFile, plan: Plan
+    parsed: argparse.Namespace,
+    variants: list[Variant],
+    file: TaskFile,
+    plan: Plan,
+    key: str | None,
 ) -> int:
     from ..compare.answering import opened
-    from ..compare.report import detail_lines, json_of, progress_line, verdict_line, write_json
+    from ..compare.report import detail_lines, json_of, progress_line, verdict_line
     from ..compare.runner import run
     from ..compare.scorers import Scorers
 
@@ -157,16 +168,12 @@ async def _run(
         if look.num % max(1, num_tasks // LOOKS_TOLD) == 0:
             print(progress_line(look, num_tasks), file=sys.stderr, flush=True)
 
-    async with opened(variants, parsed.judge, parsed.api_key) as both:
+    async with opened(variants, parsed.judge, key) as both:
         found = await run(both, file.tasks, scorers, plan, tell)
         print(verdict_line(found, plan))
         print(*detail_lines(found, both), sep="\n", flush=True)
         if parsed.json is not None:
-            command = " ".join(["foretoken", "compare", parsed.a, parsed.b])
-            try:
-                write_json(parsed.json, json_of(found, plan, both, file, command))
-            except OSError as error:
-                raise ForetokenError(f"{parsed.json}: {error.strerror}") from None
+            write_out(parsed.json, json_of(found, plan, both, file))
     return 0
 
 

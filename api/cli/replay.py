@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import shutil
 import sys
 from collections.abc import Mapping
@@ -14,7 +15,7 @@ from ...core.config import EngineConfig
 from ...core.errors import ForetokenError, InvalidRequest
 from .config import Chosen, given_options
 from .flags import Parser
-from .outputs import check_out
+from .outputs import check_out, write_out
 
 if TYPE_CHECKING:
     from ..certify.records import RecordedRequest
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from ..replay.tools import ToolCommand
 
 KINDS = (Chosen, EngineConfig)
-DIFFERENT, INEXACT = 1, 3  # exit statuses: tokens differ, or a call has no result; not exact
+DIFFERENT, INEXACT = 1, 3  # exit statuses: tokens differ, or the replay is stuck; not exact
 
 
 def add_flags(parser: Parser) -> None:
@@ -73,7 +74,8 @@ def replay(parsed: argparse.Namespace) -> int:
     """Compute a recorded answer or session again, print it, and return the exit status.
 
     The status is 0 if the answers are equal, or if a changed replay came to its end. It is 1 if
-    answers differ or a call has no result, and 3 if they differ and the model is not exact.
+    answers differ, a turn is refused or a call has no result, and 3 if they differ and the model is
+    not exact.
     """
     model, options = given_options(parsed, KINDS)
     from ..certify.records import find_record
@@ -92,8 +94,10 @@ def replay(parsed: argparse.Namespace) -> int:
     else:
         session, turn = find_session(parsed.id, Path(parsed.requests))
     is_single = turn is not None and not parsed.session
-    if turn is not None and is_single and (not changes or turn.body is None):
-        return _single(find_record(parsed.id, Path(parsed.requests)), model, options)
+    if turn is not None and is_single and _is_plain(changes, turn):
+        if parsed.html is None and any(each.id == parsed.id for each in turn.records):
+            return _single(find_record(parsed.id, Path(parsed.requests)), model, options)
+        session = dataclasses.replace(session, turns=[turn])
     _check_alike(session)
     run = _Run(session, turn if is_single else None, changes, tools, _sources(parsed))
     outcome = asyncio.run(run.replay(model, options))
@@ -187,13 +191,14 @@ class _Run:
 
 def _end(outcome: Outcome, html: str | None) -> int:
     """Print the summary, write the page, and return the exit status."""
-    from ..replay.page import write_page
+    from ..replay.outcome import printable
+    from ..replay.page import page
     from ..replay.report import summary
 
     for line in summary(outcome):
-        print(line)
+        print(printable(line))
     if html is not None:
-        write_page(Path(html), outcome)
+        write_out(Path(html), page(outcome))
         print(f"page: {html}")
     if outcome.is_stuck:
         return DIFFERENT
@@ -217,6 +222,11 @@ def _changes(parsed: argparse.Namespace) -> Changes:
 def _other_model(parsed: argparse.Namespace) -> bool:
     """Whether ``--model`` names the model; the place behind ID is for the recorded model."""
     return parsed.model is not None and getattr(parsed, "place", None) is None
+
+
+def _is_plain(changes: Changes, turn: Turn) -> bool:
+    """Whether an answer is computed as recorded; without a body, another model may do it, too."""
+    return not (dataclasses.replace(changes, other_model=False) if turn.body is None else changes)
 
 
 def _sources(parsed: argparse.Namespace) -> dict[str, str]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, Protocol
 
+import msgspec
 from msgspec import Struct
 
 from ...core.errors import ForetokenError, InvalidRequest
@@ -88,6 +88,8 @@ class ServerVariant:
         """Return the answer to a task."""
         body: dict[str, Any] = {"model": self._name, "seed": seed, **self.variant.sampling}
         if task.messages is None:
+            if "max_tokens" not in body:  # a server's default is 16, an engine's the whole context
+                raise InvalidRequest("a prompt for a server needs max-tokens", param="variant")
             body["prompt"] = _prompt(self.variant, task)
             found = await self._server.json("POST", "/v1/completions", body)
         else:
@@ -105,9 +107,12 @@ def _read(found: Mapping[str, Any]) -> Answer:
     """Return the answer of a body of OpenAI's API. Raises the errors of a body in another form."""
     choice = found["choices"][0]
     message = choice.get("message") or {"content": choice.get("text")}
+    text = message.get("content") or ""
+    if not isinstance(text, str):
+        raise TypeError("the content is not a text")
     calls = [each["function"] for each in message.get("tool_calls") or ()]
     return Answer(
-        text=message.get("content") or "",
+        text=text,
         calls=[_call(each["name"], each["arguments"]) for each in calls],
         is_cut=choice.get("finish_reason") == "length",
         num_tokens=(found.get("usage") or {}).get("completion_tokens") or 0,
@@ -115,10 +120,13 @@ def _read(found: Mapping[str, Any]) -> Answer:
 
 
 def _call(name: str, arguments: str) -> dict[str, Any]:
-    """Return a tool call; arguments that are not JSON stay a text."""
+    """Return a tool call; arguments that are not JSON stay a text.
+
+    NaN is not JSON: it does not even equal itself.
+    """
     try:
-        return {"name": name, "arguments": json.loads(arguments)}
-    except (ValueError, RecursionError):
+        return {"name": name, "arguments": msgspec.json.decode(arguments)}
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
         return {"name": name, "arguments": arguments}
 
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
-from pathlib import Path
+import shlex
 from typing import Any
 
 import msgspec
@@ -61,12 +59,13 @@ def is_exact(opened: Opened) -> bool:
     return opened.a.exact and opened.b.exact
 
 
-def json_of(found: Found, plan: Plan, opened: Opened, file: TaskFile, command: str) -> Any:  # noqa: ANN401
-    """Return the whole result as JSON values. Scores are from 0 to 1."""
+def json_of(found: Found, plan: Plan, opened: Opened, file: TaskFile) -> str:
+    """Return the whole result as a JSON text. Scores are from 0 to 1."""
     num = sum(len(each.a.answers) for each in found.pairs)
-    return {
+    names = [each.variant.text for each in (opened.a, opened.b)]
+    value = {
         "foretoken": __version__,
-        "command": command,
+        "command": shlex.join(["foretoken", "compare", *names]),
         "verdict": found.verdict,
         "text": verdict_line(found, plan),
         "exact": is_exact(opened),
@@ -90,19 +89,7 @@ def json_of(found: Found, plan: Plan, opened: Opened, file: TaskFile, command: s
         "variants": {"a": _about(opened.a), "b": _about(opened.b)},
         "pairs": [_pair(each) for each in found.pairs],
     }
-
-
-def write_json(path: Path, value: object) -> None:
-    """Write a value to a file that appears with its whole content, or not at all."""
-    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            json.dump(value, file, indent=1)
-            file.write("\n")
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
+    return json.dumps(value, indent=1) + "\n"
 
 
 def _points(score: float) -> str:

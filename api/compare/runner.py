@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from statistics import mean, variance
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from msgspec import Struct
 
@@ -118,7 +118,7 @@ async def run(
     async def ask(task: Task) -> Pair:
         own = seeds_of(plan.seed, task, plan.num_samples)
         other = own if plan.pairs_seeds else seeds_of(plan.seed + 1, task, plan.num_samples)
-        a, b = await asyncio.gather(
+        a, b = await _together(
             _scored("A", opened.a, task, own, scorers, opened.judge),
             _scored("B", opened.b, task, other, scorers, opened.judge),
         )
@@ -162,11 +162,27 @@ async def _scored(
 ) -> Scored:
     """Return the answers of a variant to a task and their scores."""
     try:
-        answers = await asyncio.gather(*(variant.answer(task, seed) for seed in seeds))
-        scores = await asyncio.gather(*(scorers.score(task, each, judge) for each in answers))
+        answers = await _together(*(variant.answer(task, seed) for seed in seeds))
+        scores = await _together(*(scorers.score(task, each, judge) for each in answers))
     except ForetokenError as error:
         raise ForetokenError(f"{name}, task {task.id!r}: {error}") from None
     return Scored(seeds=list(seeds), answers=answers, scores=scores)
+
+
+async def _together(*works: Coroutine[Any, Any, T]) -> list[T]:
+    """Return the results of all works. If one fails, the others are cancelled and awaited."""
+    running = [asyncio.ensure_future(each) for each in works]
+    try:
+        return await asyncio.gather(*running)
+    finally:
+        await _cancelled(running)
+
+
+async def _cancelled(running: Collection[asyncio.Future[Any]]) -> None:
+    """Cancel what still runs, and wait for its end."""
+    for each in running:
+        each.cancel()
+    await asyncio.gather(*running, return_exceptions=True)
 
 
 async def _in_order(
@@ -185,6 +201,4 @@ async def _in_order(
             yield await running[0]
             running.popleft()
     finally:
-        for each in running:
-            each.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
+        await _cancelled(running)

@@ -2,16 +2,19 @@
 
 A process has limits of processor time, memory and file sizes, a folder of its own that is deleted
 afterwards, and an environment without the caller's variables. It is a group of its own, which is
-killed when its time is over. Where Linux allows it, it also has no network, and processes that it
-leaves behind end with it.
+killed when its time is over, and it ends with this process. Where Linux allows it, it also has no
+network, and processes that it leaves behind end with it. The number of processes has no limit, and
+each has the limits anew.
 
 This contains mistakes, such as a loop without end. It is no protection from hostile code: a process
-can read and delete the files of its user. Compare models that you do not trust in a container.
+can read and delete the files of its user, and reach servers by the files of their sockets. Compare
+models that you do not trust in a container.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import signal
 import sys
@@ -23,12 +26,19 @@ from typing import NamedTuple
 
 MEMORY = 2**31  # bytes of address space of a process
 FILE_BYTES = 2**24  # largest file that a process may write
-OUTPUT_BYTES = 2**20  # bytes of output that are kept
-GRACE_SECONDS = 1.0  # of wall time beyond the limit of processor time
+OUTPUT_BYTES = 2**20  # bytes at the end of the output that are kept
+GRACE_SECONDS = 1.0  # beyond the limit of time, for the start of Python
+POLL_SECONDS = 0.005
 
 _LAUNCHER = f"""
 import ctypes, os, resource, signal, sys
 seconds = int(sys.argv[1])
+libc = ctypes.CDLL(None)
+def end_with_parent():
+    PR_SET_PDEATHSIG = 1
+    if hasattr(libc, "prctl"):
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+end_with_parent()
 def limit(kind, most):
     hard = resource.getrlimit(kind)[1]
     most = most if hard == resource.RLIM_INFINITY else min(most, hard)
@@ -38,12 +48,13 @@ limit(resource.RLIMIT_AS, {MEMORY})
 limit(resource.RLIMIT_FSIZE, {FILE_BYTES})
 limit(resource.RLIMIT_CORE, 0)
 USER, PROCESSES, NETWORK = 0x10000000, 0x20000000, 0x40000000
-unshare = getattr(ctypes.CDLL(None), "unshare", None)
+unshare = getattr(libc, "unshare", None)
 if unshare is not None and unshare(USER | PROCESSES | NETWORK) == 0:
     child = os.fork()
     if child:
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         os._exit(status if status >= 0 else 128 - status)
+    end_with_parent()
 os.execv(sys.argv[2], sys.argv[2:])
 """
 """Sets the limits and becomes the process. In a namespace of process ids, the first process is a
@@ -62,7 +73,8 @@ async def run_limited(
 ) -> Ended:
     """Run a command with limits, in a new folder with ``files``, and return how it ended.
 
-    ``seconds``: limit of wall time and of processor time. ``command`` begins with an absolute path.
+    ``seconds``: limit of wall time, and of the processor time of each process, to which
+    `GRACE_SECONDS` are added. ``command`` begins with an absolute path.
     """
     with tempfile.TemporaryDirectory(prefix="foretoken-") as folder:
         _write(Path(folder), files)
@@ -75,7 +87,9 @@ def _write(folder: Path, files: Mapping[str, str]) -> None:
 
 
 async def _run(command: Sequence[str], folder: str, seconds: float, stdin: bytes) -> Ended:
-    limits = [sys.executable, "-I", "-S", "-c", _LAUNCHER, f"{max(1, round(seconds))}"]
+    # A plain loop reaches the limit of wall time first, which the result tells from a failure.
+    processor = math.ceil(seconds + GRACE_SECONDS)
+    limits = [sys.executable, "-I", "-S", "-c", _LAUNCHER, f"{processor}"]
     process = await asyncio.create_subprocess_exec(
         *limits,
         *command,
@@ -95,17 +109,22 @@ async def _run(command: Sequence[str], folder: str, seconds: float, stdin: bytes
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        await process.wait()
+        # `wait` would also wait for the output's end, and a process that left the group may keep it
+        # open.
+        while process.returncode is None:  # noqa: ASYNC110
+            await asyncio.sleep(POLL_SECONDS)
+        process._transport.close()  # type: ignore[attr-defined]
     return Ended(status, output.decode("utf-8", "replace"))
 
 
 async def _talk(process: asyncio.subprocess.Process, stdin: bytes) -> bytes:
-    """Send the input, and return the first `OUTPUT_BYTES` of the output, read to its end."""
+    """Send the input, and return the last `OUTPUT_BYTES` of the output, read to its end."""
     assert process.stdin is not None
     assert process.stdout is not None
     process.stdin.write(stdin)  # without waiting: the process may write before it reads
     process.stdin.close()
     output = bytearray()
     while piece := await process.stdout.read(2**16):
-        output += piece[: max(0, OUTPUT_BYTES - len(output))]
+        output += piece
+        del output[:-OUTPUT_BYTES]
     return bytes(output)

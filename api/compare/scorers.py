@@ -49,10 +49,14 @@ import os, subprocess, sys
 os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
 flags = "-q -x -p no:cacheprovider --junitxml report.xml".split()
 command = [sys.executable, "-m", "pytest", *flags, "test_solution.py"]
-ran = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-print(open("report.xml").read() if os.path.exists("report.xml") else ran.stdout)
+ran = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+if os.path.exists("report.xml"):
+    print(open("report.xml", encoding="utf-8", errors="replace").read(4096))
+else:
+    print(ran.stdout.decode("utf-8", "replace"))
 """
-"""Runs pytest without plugins, which are slow to import. Prints its report, or else its output."""
+"""Runs pytest without plugins, which are slow to import. Prints the beginning of its report, which
+has the counts, or else its output."""
 
 
 def exact(answer: Answer, task: Task) -> float:
@@ -77,13 +81,24 @@ def json_equal(answer: Answer, task: Task) -> float:
 
     One call is an object with ``name`` and ``arguments``, several are a list of them.
     """
-    if answer.calls:
-        calls: Any = answer.calls[0] if len(answer.calls) == 1 else answer.calls
-        return float(bool(calls == task.expected))
     try:
-        return float(bool(msgspec.json.decode(_block(answer.text).strip()) == task.expected))
+        if answer.calls:
+            calls: Any = answer.calls[0] if len(answer.calls) == 1 else answer.calls
+            return float(_is_same(calls, task.expected))
+        return float(_is_same(msgspec.json.decode(_block(answer.text).strip()), task.expected))
     except (msgspec.DecodeError, RecursionError):
         return 0.0
+
+
+def _is_same(value: object, expected: object) -> bool:
+    """Whether two JSON values are equal. In Python ``True`` equals 1, in JSON it does not."""
+    if isinstance(value, dict) and isinstance(expected, dict):
+        is_alike = value.keys() == expected.keys()
+        return is_alike and all(_is_same(each, expected[name]) for name, each in value.items())
+    if isinstance(value, list) and isinstance(expected, list):
+        is_alike = len(value) == len(expected)
+        return is_alike and all(map(_is_same, value, expected))
+    return isinstance(value, bool) == isinstance(expected, bool) and value == expected
 
 
 def _decimal(text: str) -> Decimal | None:

@@ -22,7 +22,7 @@ import msgspec
 from ...core.config import EngineConfig
 from ...core.errors import InvalidRequest
 from ...core.options.settings import Setting, settings_of
-from ..serving.http_client import checked
+from ..serving.http_client import checked, without_credentials
 from ..types.sampling_params import SamplingParams
 
 BASE = "base"
@@ -68,11 +68,12 @@ def read_variant(text: str, base: Variant) -> Variant:
         raise InvalidRequest(
             "a variant must not be empty; base is the model itself", param="variant"
         )
-    variant = replace(base, text=text)
+    variant = replace(base, text=without_credentials(text))
     if "=" not in words[0] or "://" in words[0]:
         first = words.pop(0)
         if "://" in first:
-            variant = replace(variant, url=checked(first), model=None, engine={}, lora=None)
+            url = without_credentials(checked(first))
+            variant = replace(variant, url=url, model=None, engine={}, lora=None)
         elif first != BASE:
             variant = replace(variant, model=first)
     for word in words:

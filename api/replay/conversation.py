@@ -150,10 +150,11 @@ class Conversation:
     ) -> dict[str, Any]:
         """Return the body of a turn with these items.
 
-        ``previous_id``: the id, in this replay, of the response that it continues.
+        ``previous_id``: the id, in this replay, of the response that it continues; None if it sends
+        all items.
         """
         body = self.form.body(self._bodies[at], items)
-        if self.continues_by_id(at) and previous_id is not None:
+        if previous_id is not None:
             body["previous_response_id"] = previous_id
         if self._changes.system is not None:
             return self.form.with_system(body, self._changes.system)

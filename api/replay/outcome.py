@@ -90,7 +90,7 @@ class Outcome:
     turns: list[Played] = field(default_factory=list)
     num_turns: int = 0  # of the recording
     ended: str = ""
-    is_stuck: bool = False  # it ended because a call has no result
+    is_stuck: bool = False  # it ended because a call has no result, or a turn was refused
     exact: bool = True
     notes: list[str] = field(default_factory=list)
 
@@ -115,6 +115,11 @@ class Outcome:
         )
 
 
+def printable(text: str) -> str:
+    """Return a text without characters that control a terminal; line ends and tabs stay."""
+    return "".join(each if each.isprintable() or each in "\n\t" else "\ufffd" for each in text)
+
+
 def sides(
     recorded: Sequence[int], now: Sequence[int], position: int | None, decode: Decode
 ) -> tuple[Side, Side]:
@@ -137,7 +142,10 @@ def sides_by_text(recorded: str, now: Sequence[int], decode: Decode) -> tuple[Si
     The recorded side is split at the same character. O(tokens squared).
     """
     position = 0
-    while position < len(now) and recorded.startswith(decode(now[: position + 1])):
+    while position < len(now):
+        text = decode(now[: position + 1])
+        if not recorded.startswith(text.rstrip("\ufffd")):  # a character may have several tokens
+            break
         position += 1
     own = _side(now, position, decode)
     begin = common_len(own.same, recorded)

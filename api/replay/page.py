@@ -4,13 +4,8 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import os
-import tempfile
-from contextlib import suppress
 from html import escape
-from pathlib import Path
 
-from ...core.errors import ForetokenError
 from .outcome import Outcome, Played, Side
 from .report import call_text, facts, summary, title
 
@@ -89,19 +84,3 @@ def _text(side: Side) -> str:
     marked = f"<mark>{escape(side.token)}</mark>" if side.token else ""
     rest = f'<span class="rest">{escape(side.rest)}</span>' if side.rest else ""
     return escape(side.same) + marked + rest + (" ..." if side.is_cut else "")
-
-
-def write_page(path: Path, outcome: Outcome) -> None:
-    """Write the page as a whole or not at all. Raises `ForetokenError` if it cannot be written."""
-    temporary = ""
-    try:
-        with tempfile.NamedTemporaryFile(
-            "w", encoding="utf-8", dir=path.parent, prefix=f".{path.name}.", delete=False
-        ) as file:
-            temporary = file.name
-            file.write(page(outcome))
-        os.replace(temporary, path)
-    except OSError as error:
-        with suppress(OSError):
-            os.unlink(temporary)
-        raise ForetokenError(f"{path}: {error.strerror}") from None

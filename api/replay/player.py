@@ -42,7 +42,11 @@ MOST_NEW = 64  # turns in a row that the recording lacks
 
 
 class _Ended(Exception):  # noqa: N818 - the replay ends here, as the outcome says
-    """Raised where the replay cannot continue."""
+    """Raised where the replay ends before the recording does."""
+
+
+class _Stuck(_Ended):
+    """Raised where the replay cannot continue, although the model would."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -93,7 +97,7 @@ class Player:
         try:
             await self._play_all()
         except _Ended as reason:
-            outcome.ended = str(reason)
+            outcome.ended, outcome.is_stuck = str(reason), isinstance(reason, _Stuck)
         return outcome
 
     def _service(self) -> Service:
@@ -128,7 +132,7 @@ class Player:
         """Put the answer into the later turns; return the next turn, or None at the end."""
         conversation = self._conversation
         answered = conversation.answered(at, answer.recorded_calls)
-        is_equal = answer.played.position is None and answer.played.kind != "new"
+        is_equal = answer.played.kind in ("equal", "same")
         if is_equal and not self._has_diverged:
             if answered is None:
                 return None
@@ -211,15 +215,13 @@ class Player:
 
     async def _ask(self, call: Call) -> str:
         if self._tools is None:
-            self._outcome.is_stuck = True
-            raise _Ended(
+            raise _Stuck(
                 f"the recording has no result for {call.text}; --tools 'COMMAND' runs a tool"
             )
         try:
             return await self._tools.ask(call)
         except ForetokenError as error:
-            self._outcome.is_stuck = True
-            raise _Ended(str(error)) from None
+            raise _Stuck(str(error)) from None
 
     async def _play_new(self, at: int, items: Sequence[Item], added: list[Item]) -> list[Item]:
         """Play turns that the recording lacks, up to an answer without calls; return their items.
@@ -237,7 +239,7 @@ class Player:
             if not answer.calls:
                 return new
             new += self._conversation.form.results((), parts)
-        raise _Ended(f"the model still makes calls after {MOST_NEW} turns that were not recorded")
+        raise _Stuck(f"the model still makes calls after {MOST_NEW} turns that were not recorded")
 
     def _tell_once(self, turn: Played) -> None:
         """Report a turn, once its calls have results."""
@@ -259,11 +261,12 @@ class Player:
             sampling=self._changes.sampling,
             other_model=self._changes.other_model,
         )
-        own = self._own_items(at, items) if is_new else items
-        body = conversation.body(at, own, self._last_id or None)
+        by_id = conversation.continues_by_id(at) or (is_new and self._is_by_id)
+        own = self._own_items(items) if is_new and by_id else items
+        body = conversation.body(at, own, (self._last_id or None) if by_id else None)
         if conversation.continues_by_id(at) and not self._last_id:
             before = body["previous_response_id"]
-            raise _Ended(f"turn {turn.number} continues {before}, which was not recorded")
+            raise _Stuck(f"turn {turn.number} continues {before}, which was not recorded")
         name = f"a turn after turn {turn.number}" if is_new else f"turn {turn.number}"
         began = time.perf_counter()
         whole = await self._submit(turn.path, body, taking, name)
@@ -274,13 +277,8 @@ class Player:
         self._outcome.turns.append(answer.played)
         return answer
 
-    def _own_items(self, at: int, items: Sequence[Item]) -> Sequence[Item]:
-        """Return the items of a new turn that the server does not have.
-
-        They are the results after the last answer, if the conversation continues by ids.
-        """
-        if not (self._conversation.continues_by_id(at) or self._is_by_id):
-            return items
+    def _own_items(self, items: Sequence[Item]) -> Sequence[Item]:
+        """Return the items of a new turn that the server does not have: those after its answer."""
         last = max(i for i, item in enumerate(items) if self._conversation.form.is_answer(item))
         return items[last + 1 :]
 
@@ -301,11 +299,11 @@ class Player:
             finally:
                 reply.close()
         except (ForetokenError, ApiError) as error:
-            raise _Ended(f"{name} was refused: {error}") from None
+            raise _Stuck(f"{name} was refused: {error}") from None
         finally:
             self._llm.taking = None
         if not taking.opened:
-            raise _Ended(f"{name} has no answer")
+            raise _Stuck(f"{name} has no answer")
         found: Mapping[str, Any] = whole
         return found
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 
-from .outcome import CallLine, Outcome, Played, Side
+from .outcome import CallLine, Outcome, Played, Side, printable
 
 WORDS = {
     "equal": "equal",
@@ -24,7 +24,11 @@ GAP = " │ "
 
 
 def turn_lines(turn: Played, width: int) -> list[str]:
-    """Return the lines of a turn, of at most ``width`` columns."""
+    """Return the lines of a turn, of at most ``width`` columns, without control characters."""
+    return [printable(each) for each in _turn_lines(turn, width)]
+
+
+def _turn_lines(turn: Played, width: int) -> list[str]:
     head = f"{title(turn)}: {facts(turn)}"
     lines = [head] if len(head) <= width else textwrap.wrap(head, width, subsequent_indent="  ")
     lines += [f"  {note}" for note in turn.notes]
@@ -121,6 +125,5 @@ def _indented(text: str, width: int) -> list[str]:
 
 
 def _wrapped(text: str, width: int) -> Sequence[str]:
-    printable = "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text)
-    lines = printable.split("\n")
+    lines = printable(text).split("\n")
     return [part for line in lines for part in textwrap.wrap(line, width) or [""]]

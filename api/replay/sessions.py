@@ -12,7 +12,8 @@ from msgspec import Struct
 
 from ...core.errors import ForetokenError, InvalidRequest
 from ..certify.records import RecordedRequest, files_in
-from .forms import FORMS, Form, Item
+from .forms import FORMS, Form, Item, bare, canonical
+from .outcome import printable
 
 T = TypeVar("T")
 MOST_LISTED = 10  # sessions that an error lists
@@ -111,23 +112,38 @@ class _Head(Struct):
     id: str
     asked: _AskedHead | None = None
 
+    @property
+    def session(self) -> str:
+        """The session's id that the client sent, or ""."""
+        return "" if self.asked is None else self.asked.session
+
 
 def find_session(name: str, place: Path) -> tuple[Session, Turn | None]:
     """Return the session with this id, or the session of the request with this id.
 
     In the second case, the request's turn is returned too. Raises `InvalidRequest` if there is
-    neither, and `ForetokenError` for a file that cannot be read.
+    neither, or if several files have a session with this id: each has the requests of one caller.
+    Raises `ForetokenError` for a file that cannot be read.
     """
+    names = name, f"{name}-0"  # of several choices, each has the id with its number
+    with_session, with_request = list[Path](), None
     for file in files_in(place):
-        heads = list(_read(file, _Head))
-        if any(head.asked is not None and head.asked.session == name for head in heads):
-            turns = _turns(file, lambda head: head.asked is not None and head.asked.session == name)
-            return _session(name, turns), None
-        if any(each.id == name for each in heads):
-            turns = _turns(file, lambda _: True)
-            turn = next(each for each in turns if any(one.id == name for one in each.records))
-            found = next(each for each in sessions_of(turns) if turn in each.turns)
-            return found, turn
+        for head in _read(file, _Head, skips_torn=True):
+            if head.session == name and file not in with_session:
+                with_session.append(file)
+            elif head.id in names:
+                with_request = file, head.session
+    if len(with_session) > 1:
+        files = ", ".join(each.name for each in with_session)
+        message = f"{name} is a session of {files}; give one of these files with --requests"
+        raise InvalidRequest(message, param="id")
+    if with_session:
+        return _session(name, _turns(with_session[0], lambda head: head.session == name)), None
+    if with_request is not None:
+        file, own = with_request
+        turns = _turns(file, lambda head: head.session == own if own else True)
+        turn = next(each for each in turns if any(one.id in names for one in each.records))
+        return next(each for each in sessions_of(turns) if turn in each.turns), turn
     message = f"{place} has no session and no request {name} (see serve --record-requests DIR)"
     raise InvalidRequest(message, param="id")
 
@@ -138,7 +154,8 @@ def only_session(file: Path) -> Session:
     if not found:
         raise InvalidRequest(f"{file} has no recorded requests", param="id")
     if len(found) > 1:
-        listed = [f"{each.name} ({len(each.turns)} turns)" for each in found[:MOST_LISTED]]
+        names = [(printable(each.name), len(each.turns)) for each in found[:MOST_LISTED]]
+        listed = [f"{name} ({count} turns)" for name, count in names]
         if len(found) > MOST_LISTED:
             listed.append(f"and {len(found) - MOST_LISTED} more")
         message = (
@@ -193,17 +210,28 @@ def _turns(file: Path, is_wanted: Callable[[_Head], bool]) -> list[Turn]:
 
 
 def _read(
-    file: Path, kind: type[T], is_wanted: Callable[[_Head], bool] | None = None
+    file: Path,
+    kind: type[T],
+    is_wanted: Callable[[_Head], bool] | None = None,
+    *,
+    skips_torn: bool = False,
 ) -> Iterator[T]:
-    """Yield the records of a file. Raises `ForetokenError` that names the line of a wrong one."""
+    """Yield the records of a file. Raises `ForetokenError` that names the line of a wrong one.
+
+    ``skips_torn``: leave out a wrong line in which the file ends.
+    """
     decode, decode_head = msgspec.json.Decoder(kind).decode, msgspec.json.Decoder(_Head).decode
     try:
         with file.open("rb") as opened:
             for number, line in enumerate(opened, 1):
+                if line.isspace():
+                    continue
                 try:
                     if is_wanted is None or is_wanted(decode_head(line)):
                         yield decode(line)
                 except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                    if skips_torn and not line.endswith(b"\n"):
+                        return
                     torn = "" if line.endswith(b"\n") else "; the file ends inside the line"
                     message = f"{file}, line {number}: not a recorded request: {error}{torn}"
                     raise ForetokenError(message) from None
@@ -215,33 +243,44 @@ def _read(
 
 
 def _connect(turns: Sequence[Turn]) -> None:
-    """Set the parent of each turn.
+    """Set the parent of each turn: an earlier turn.
 
     A response continues the one that its ``previous_response_id`` names. Any other turn continues
-    the longest earlier turn with the same first user message and fewer items, if the first
-    additional item is an answer. O(turns squared).
+    one with the same first user message and fewer items, if the first additional item is an answer:
+    the turn of which it repeats the most items from the start, and of these the longest. (Clients
+    may edit earlier items.) O(turns squared).
     """
-    by_id = {record.id: turn for turn in turns for record in turn.records}
-    for index, turn in enumerate(turns):
-        if turn.form is None or turn.body is None:
-            continue
-        if (previous := turn.body.get("previous_response_id")) is not None:
-            turn.parent = by_id.get(str(previous))
-            continue
-        items = turn.items
-        found = [each for each in turns[:index] if _continues(each, turn, items)]
-        if found:
-            turn.parent = max(found, key=lambda each: len(each.items))
-            turn.place = len(turn.parent.items)
+    by_id: dict[str, Turn] = {}
+    begun: dict[tuple[str, str, str], list[Turn]] = {}  # by session, route and first user message
+    for turn in turns:
+        if turn.form is not None and turn.body is not None:
+            first = canonical(turn.form.first_user(turn.items))
+            alike = begun.setdefault((turn.session, turn.path, first), [])
+            if (previous := turn.body.get("previous_response_id")) is not None:
+                turn.parent = by_id.get(str(previous))
+            else:
+                _find_parent(turn, alike)
+            alike.append(turn)
+        by_id |= {record.id: turn for record in turn.records}
 
 
-def _continues(before: Turn, now: Turn, items: Sequence[Item]) -> bool:
-    earlier, form = before.items, now.form
-    return (
-        form is not None
-        and before.form is form
-        and before.session == now.session
-        and 0 < len(earlier) < len(items)
-        and form.is_answer(items[len(earlier)])
-        and form.first_user(earlier) == form.first_user(items)
-    )
+def _find_parent(turn: Turn, alike: Sequence[Turn]) -> None:
+    items, form = turn.items, turn.form
+    sizes = [(len(each.items), each) for each in alike]
+    found = [
+        (size, each)
+        for size, each in sizes
+        if form is not None and 0 < size < len(items) and form.is_answer(items[size])
+    ]
+    most = -1  # items that the turn repeats
+    for size, each in sorted(found, key=lambda pair: pair[0], reverse=True):
+        if size <= most:
+            break  # no shorter turn has more of them
+        if (same := _num_same(items, each.items)) > most:
+            most, turn.parent, turn.place = same, each, size
+
+
+def _num_same(items: Sequence[Item], earlier: Sequence[Item]) -> int:
+    pairs = zip(earlier, items, strict=False)
+    others = (at for at, (a, b) in enumerate(pairs) if a != b and bare(a) != bare(b))
+    return next(others, len(earlier))

@@ -40,7 +40,11 @@ class ToolCommand:
             )
         except OSError as error:
             raise ForetokenError(f"--tools: {name}: {error.strerror}") from None
-        output, _ = await process.communicate(line.encode() + b"\n")
+        try:
+            output, _ = await process.communicate(line.encode() + b"\n")
+        finally:
+            if process.returncode is None:  # the replay was interrupted
+                process.kill()
         if process.returncode:
             message = f"--tools: {name} exited with status {process.returncode} for {call.text}"
             raise ForetokenError(message)

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from ..certify.records import RecordedRequest
+from ..runtime.conversation.prompt_history import common_len
 from ..runtime.generation import Answer
 from .client import ReplayClient
 from .outcome import Outcome, Played, Side, first_difference, sides
@@ -75,13 +76,16 @@ async def _verified(llm: ReplayClient, turn: Turn, record: RecordedRequest) -> P
 async def _until_difference(answer: Answer, record: RecordedRequest) -> tuple[list[int], str]:
     """Return the tokens up to some after the first difference, and the finish reason, or ""."""
     tokens: list[int] = []
+    at, is_equal = 0, True  # number of equal tokens so far
     async with aclosing(answer.generations[0].deltas()) as deltas:
         async for delta in deltas:
             tokens += delta.token_ids
             if delta.finish_reason is not None:
                 return tokens, delta.finish_reason
-            at = first_difference(record.tokens[: len(tokens)], tokens, ("", ""))
-            if at is not None and len(tokens) > at + SHOWN:
+            if is_equal:
+                at += common_len(record.tokens[at : len(tokens)], tokens[at:])
+                is_equal = at == len(tokens)
+            if len(tokens) > at + SHOWN:
                 return tokens, ""
     return tokens, ""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import ssl
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from http import HTTPStatus
@@ -16,14 +17,18 @@ import h11
 from ...core.errors import ForetokenError, InvalidRequest
 
 READ_BYTES = 2**16
+_CREDENTIALS = re.compile(r"(?<=://)[^/?#\s]*@")
 
 
 class HttpServer:
-    """A server by its address, and the API key for it. Each request has a connection of its own."""
+    """A server by its address, and the API key for it. Each request has a connection of its own.
+
+    ``url``: the address without a user name and a password, which are not used.
+    """
 
     def __init__(self, url: str, key: str | None = None) -> None:
         """Raise `ForetokenError` if the address is invalid."""
-        self.url = checked(url)
+        self.url = without_credentials(checked(url))
         self._key = key
 
     async def json(self, method: str, path: str, body: object = None) -> Any:  # noqa: ANN401
@@ -56,8 +61,7 @@ class HttpServer:
         """
         target = urlsplit(self.url)
         http = h11.Connection(h11.CLIENT)
-        host = target.netloc.rpartition("@")[2]
-        headers = [(b"host", host.encode()), (b"content-length", b"%d" % len(body))]
+        headers = [(b"host", target.netloc.encode()), (b"content-length", b"%d" % len(body))]
         headers += [(b"content-type", b"application/json")] if body else []
         # servers hash keys as bytes, and a key from the command line may be invalid UTF-8
         if self._key:
@@ -125,8 +129,16 @@ def checked(url: str) -> str:
     except ValueError:
         is_address = False
     if not is_address:
-        raise ForetokenError(f"{url} is not the address of a server, such as http://127.0.0.1:8000")
+        shown = without_credentials(url)
+        raise ForetokenError(
+            f"{shown} is not the address of a server, such as http://127.0.0.1:8000"
+        )
     return url
+
+
+def without_credentials(text: str) -> str:
+    """Return a text with addresses; their user names and passwords are left out."""
+    return _CREDENTIALS.sub("", text)
 
 
 def error_message(error: object) -> str:

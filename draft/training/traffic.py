@@ -28,6 +28,7 @@ from .records import VERSION, Record, write_line
 logger = logging.getLogger(__name__)
 QUEUE_LEN = 256  # maximum number of answers that wait for the thread; more are left out
 DEFAULT_BYTES = 2**30
+READ_BYTES = 2**16
 FILES_SHARE = 16  # divisor of the folder's limit that gives the limit of one file
 
 
@@ -76,6 +77,7 @@ class Recorder(Generic[T]):
         self._folder, self._max_bytes, self._callers = folder, max_bytes, callers
         self._namespaces: dict[str, str] = {}  # namespaces of running requests, by request id
         self._sizes = {path.name: path.stat().st_size for path in folder.glob("*.jsonl")}
+        self._whole: set[str] = set()  # files that end with a whole line
         self.num_recorded = 0  # number of written answers; the thread changes it
         self.num_left_out = 0
         self._is_closed = False
@@ -164,14 +166,18 @@ class Recorder(Generic[T]):
         """
         line = self.line(kept, namespace)
         name = f"{namespace}.jsonl"
+        if name in self._sizes and name not in self._whole:
+            self._sizes[name] = _end_at_line(self._folder / name)
         size = self._sizes.get(name, 0) + len(line)
         total = sum(self._sizes.values()) + len(line)
         if size > self._max_bytes // FILES_SHARE or total > self._max_bytes:
             return False
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
         descriptor = os.open(self._folder / name, flags, 0o600)
+        self._whole.discard(name)
         with os.fdopen(descriptor, "ab") as file:
             file.write(line)
+        self._whole.add(name)
         self._sizes[name] = size
         return True
 
@@ -210,6 +216,26 @@ class TrafficRecorder(Recorder[_Finished]):
                 namespace=namespace,
             )
         )
+
+
+def _end_at_line(path: Path) -> int:
+    """Remove the last line of a file if its writer was stopped inside it. Return the size."""
+    if not path.exists():
+        return 0
+    with path.open("r+b") as file:
+        size = end = file.seek(0, os.SEEK_END)
+        while end > 0:
+            begin = max(0, end - READ_BYTES)
+            file.seek(begin)
+            found = file.read(end - begin).rfind(b"\n")
+            if found >= 0:
+                end = begin + found + 1
+                break
+            end = begin
+        if end < size:
+            logger.warning("%s: removing an incomplete last line of %d bytes", path, size - end)
+            file.truncate(end)
+    return end
 
 
 def namespace_of(caller: bytes, cache_salt: str | None) -> str:

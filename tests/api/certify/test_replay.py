@@ -92,6 +92,13 @@ def test_the_command_prints_the_answer_and_its_verdict(recorded, capsys):
     assert "the same 12 tokens, finish reason length" in err
 
 
+def test_the_id_of_several_choices_names_all_of_them(recorded, capsys):
+    folder, answers = recorded
+    name = answers["two"]["id"]
+    assert commands.main(["replay", name, "--requests", str(folder), "--threads", "1"]) == 0
+    assert "2 of 2 turns equal" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(("exact", "code"), [(True, 1), (False, 3)])
 def test_another_answer_is_a_difference_unless_the_bits_are_not_exact(
     exact, code, recorded, tmp_path, capsys

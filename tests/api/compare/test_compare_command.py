@@ -55,6 +55,7 @@ def test_equal_variants_give_equal_answers_with_other_drafts_and_settings(
     assert [*tmp_path.glob(".*")] == []
 
 
+@pytest.mark.slow
 def test_a_server_gives_the_answers_of_the_engine(capsys: Shown, tasks: Path) -> None:
     with running(["--exact", "batch", *FLAGS[2:]]) as server:
         status, lines, err = compared(capsys, tasks, "base", server.url, *FLAGS, *SAMPLING)
@@ -70,6 +71,7 @@ class Foreign(BaseHTTPRequestHandler):
     """A server of another kind: it answers every chat alike and has no other route."""
 
     bodies: list[dict[str, Any]]
+    keys: set[str | None]
 
     def log_message(self, *_: object) -> None:
         """Say nothing."""
@@ -80,6 +82,7 @@ class Foreign(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         self.bodies.append(body)
+        self.keys.add(self.headers["authorization"])
         if not self.path.endswith("/chat/completions"):
             self._answer(404, {"error": {"message": "no such route here"}})
             return
@@ -96,7 +99,7 @@ class Foreign(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def foreign() -> Iterator[str]:
-    Foreign.bodies = []
+    Foreign.bodies, Foreign.keys = [], set()
     with ThreadingHTTPServer(("127.0.0.1", 0), Foreign) as server:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"
@@ -125,11 +128,37 @@ def test_an_answer_that_fails_is_one_line_and_no_file(
     capsys: Shown, tasks: Path, tmp_path: Path, foreign: str
 ) -> None:
     out = tmp_path / "out.json"
-    status, lines, err = compared(capsys, tasks, foreign, foreign, "--json", str(out))
+    words = (foreign, foreign, "--json", str(out))
+    status, lines, err = compared(capsys, tasks, *words, "--max-tokens", "8")
     assert (status, lines) == (1, [])
     assert err.splitlines()[-1].startswith("foretoken: A, task ")
     assert err.endswith(": no such route here\n")
     assert not out.exists()
+
+
+def test_a_prompt_for_a_server_needs_a_limit_since_servers_have_another_default(
+    capsys: Shown, tasks: Path, foreign: str
+) -> None:
+    status, _, err = compared(capsys, tasks, foreign, foreign)
+    assert status == 1
+    assert "a prompt for a server needs max-tokens" in err
+
+
+def test_servers_get_the_key_of_the_environment_and_no_result_has_a_password(
+    capsys: Shown, tasks: Path, tmp_path: Path, foreign: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tasks.write_text(next(line for line in tasks.read_text().splitlines() if "messages" in line))
+    monkeypatch.setenv("FORETOKEN_API_KEY", "of-the-environment")
+    out, address = tmp_path / "out.json", foreign.replace("://", "://me:hidden@")
+    status, lines, err = compared(capsys, tasks, address, f"{address}/v1", "--json", str(out))
+    assert status == 0, err
+    assert Foreign.keys == {"Bearer of-the-environment"}
+    shown = out.read_text()
+    assert foreign in shown
+    assert "hidden" not in shown + err + "".join(lines)
+    status, _, err = compared(capsys, tasks, "http://me:hidden@127.0.0.1:1", "base")
+    assert status == 1
+    assert "hidden" not in err
 
 
 def test_a_judge_scores(capsys: Shown, tmp_path: Path) -> None:

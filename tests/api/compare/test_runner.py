@@ -130,3 +130,25 @@ def test_an_answer_that_fails_ends_the_run_and_names_the_task() -> None:
         compared(a, b)
     assert len(a.asked) < 5 + 2 * 16
     assert a.cancelled > 0
+
+
+def test_nothing_runs_on_after_an_answer_that_fails() -> None:
+    """The other variant and the other samples of the task are cancelled, not left running."""
+
+    def fails(task: Task, seed: int) -> str:
+        raise ForetokenError("no")
+
+    async def left() -> int:
+        class Slow(Told):
+            async def answer(self, task: Task, seed: int) -> Answer:
+                await asyncio.sleep(60)
+                raise AssertionError
+
+        tasks = [Task(id=0, prompt="?", expected="right")]
+        scorers = Scorers(tasks, "exact", seconds=1, has_judge=False)
+        opened = Opened(Told(fails), Slow(always), None)
+        with pytest.raises(ForetokenError, match="A, task 0: no"):
+            await run(opened, tasks, scorers, Plan(num_samples=2))
+        return len(asyncio.all_tasks()) - 1
+
+    assert asyncio.run(left()) == 0

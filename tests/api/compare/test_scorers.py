@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from foretoken.api.compare import sandbox
 from foretoken.api.compare.answer import Answer
+from foretoken.api.compare.answering import _call
 from foretoken.api.compare.scorers import Scorers
 from foretoken.api.compare.tasks import Task
 from foretoken.core.errors import ForetokenError, InvalidRequest
@@ -38,6 +41,7 @@ def scored(text: str, *, calls: Any = (), seconds: float = 60, **fields: Any) ->
         ("json", {"a": [1, 2]}, '{"a": [1, 2.0]}', '{"a": [2, 1]}'),
         ("json", {"a": 1}, 'So:\n```json\n{"a": 1}\n```', '{"a": 1'),
         ("json", None, "null", ""),
+        ("json", {"a": [True]}, '{"a": [true]}', '{"a": [1]}'),
     ],
 )
 def test_plain_scorers(scorer: str, expected: Any, right: str, wrong: str) -> None:
@@ -89,6 +93,41 @@ def test_code_that_never_ends_scores_0_and_leaves_no_process(tmp_path: Path) -> 
             continue
 
 
+def test_a_process_that_leaves_its_group_ends_too(tmp_path: Path) -> None:
+    loops = "import os, time; os.setsid(); time.sleep(600)"
+    own = function(tmp_path, loops)
+    with pytest.raises(ForetokenError, match="did not return within 1 s"):
+        scored("yes", seconds=1, scorer=own)
+    wanted = str(tmp_path).encode()
+    assert not [each for each in Path("/proc").glob("[0-9]*/cmdline") if wanted in read(each)]
+
+
+def read(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError:
+        return b""
+
+
+def test_an_output_that_stays_open_does_not_stop_the_comparison(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a namespace of processes, a child may leave the group and keep the output."""
+    plain = sandbox._LAUNCHER.replace("unshare is not None", "False")
+    assert plain != sandbox._LAUNCHER
+    monkeypatch.setattr(sandbox, "_LAUNCHER", plain)
+    leaves = "import os, time\n    if os.fork() == 0:\n        os.setsid()\n    time.sleep(15)"
+    began = time.monotonic()
+    with pytest.raises(ForetokenError, match="did not return within 1 s"):
+        scored("yes", seconds=1, scorer=function(tmp_path, leaves))
+    assert time.monotonic() - began < 10
+
+
+def test_arguments_that_are_no_json_equal_themselves() -> None:
+    assert _call("f", '{"x": NaN}') == _call("f", '{"x": NaN}')
+    assert _call("f", '{"x": 1}') == {"name": "f", "arguments": {"x": 1}}
+
+
 def test_code_has_no_network() -> None:
     """Skipped where Linux gives an unprivileged process no network namespace."""
     if os.system("unshare --user --net true 2>/dev/null") != 0:
@@ -111,6 +150,7 @@ def function(tmp_path: Path, body: str) -> str:
         ("return answer == task['expected']", 1.0),
         ("return 0.25", 0.25),
         ("print('noise'); return len(task['calls'])", 0.0),
+        ("print('0\\n' * 2**20); return 0.5", 0.5),
     ],
 )
 def test_a_function_scores(tmp_path: Path, body: str, score: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 import shutil
@@ -15,8 +16,10 @@ import msgspec
 import pytest
 
 from foretoken.api.certify.recorder import load_redact, redacted
-from foretoken.api.certify.records import RecordedRequest
+from foretoken.api.certify.records import Asked, RecordedRequest
 from foretoken.api.cli.commands import main
+from foretoken.api.replay import player
+from foretoken.api.replay.player import Player
 from foretoken.core.errors import InvalidRequest
 from support.server_process import running
 
@@ -45,6 +48,7 @@ def chat(url: str) -> None:
     messages = [{"role": "system", "content": "Help."}, {"role": "user", "content": "weather?"}]
     for number, choice in enumerate(["required", "none"] * 2):
         body = {"messages": messages, "tools": [TOOL], "tool_choice": choice, "max_tokens": 48}
+        body["seed"] = number  # with another one, a changed prompt may get the same short answer
         answer = post(f"{url}/v1/chat/completions", body, **{"x-session-id": "chat"})
         message = answer["choices"][0]["message"]
         messages.append(message)
@@ -178,18 +182,16 @@ def test_turns_before_a_changed_message_are_verified_and_those_behind_it_generat
 
 
 def test_a_changed_turn_is_what_the_server_gives_for_the_changed_body(
-    folder: Path, replay: Run
+    folder: Path, replay: Run, tmp_path: Path
 ) -> None:
-    second = of_path(folder, "/v1/chat/completions")[1]
+    second, page = of_path(folder, "/v1/chat/completions")[1], tmp_path / "page.html"
     body = second["asked"]["body"]
     body["messages"][3]["content"] = "snow and ice"
     with running(["--no-ui", *FLAGS]) as server:
         own = post(f"{server.url}/v1/chat/completions", {**body, "seed": second["seed"]})
-    _, out, _ = replay(
-        "chat", "--change", "messages[3].content=snow and ice", "--html", "/dev/null"
-    )
-    text = own["choices"][0]["message"]["content"]
-    assert text.split()[0] in out
+    replay("chat", "--change", "messages[3].content=snow and ice", "--html", str(page))
+    shown = html.unescape(re.sub("<[^>]+>", "", page.read_text("utf-8")))
+    assert own["choices"][0]["message"]["content"] in shown
 
 
 def tool_of(city: str) -> str:
@@ -211,6 +213,51 @@ def test_another_call_ends_the_replay_without_a_tool(folder: Path, replay: Run) 
     assert f'the recording has no result for weather({{"city": "{other}"}})' in out
     assert "changed call" in out
     assert "turn 2" not in out
+
+
+def test_another_model_replaces_the_answers_even_if_the_recorded_model_is_not_here(
+    folder: Path, replay: Run, tmp_path: Path
+) -> None:
+    """Without the recorded tokenizer no text is compared, which does not make answers equal."""
+    other = next(each for each in CITIES if each != city_of(folder))
+    name = records(folder)[0]["model"]
+    for file in folder.glob("*.jsonl"):
+        moved = file.read_text().replace(json.dumps(name), json.dumps("/absent/model"))
+        (tmp_path / file.name).write_text(moved)
+    flags = ["--model", name, "--change", f"tools[0]:={tool_of(other)}"]
+    status, out, _ = replay("chat", *flags, requests=tmp_path)
+    assert status == 1, out
+    assert f'the recording has no result for weather({{"city": "{other}"}})' in out
+    assert "turn 2" not in out
+
+
+def test_a_turn_that_is_refused_is_no_success(replay: Run) -> None:
+    status, out, _ = replay("chat", "--change", "turns[2].tools:=5")
+    assert status == 1
+    assert "ended: turn 2 was refused: " in out
+
+
+def test_a_page_of_one_answer_has_only_this_answer(
+    folder: Path, replay: Run, tmp_path: Path
+) -> None:
+    second, page = of_path(folder, "/v1/chat/completions")[1], tmp_path / "page.html"
+    status, out, _ = replay(second["id"], "--html", str(page))
+    assert status == 0
+    assert "1 of 1 turns equal" in out
+    assert "turn 2: equal" in out
+    assert page.read_text("utf-8").count("<section") == 1
+
+
+def test_an_answer_without_a_body_is_not_changed_in_silence(
+    folder: Path, replay: Run, tmp_path: Path
+) -> None:
+    record = msgspec.convert(records(folder)[0], RecordedRequest)
+    record.asked = None
+    file = tmp_path / "old.jsonl"
+    file.write_bytes(msgspec.json.encode(record))
+    status, _, err = replay(record.id, "--sampling", "temperature=0", requests=file)
+    assert status == 2
+    assert "cannot be changed" in err
 
 
 def test_another_call_is_asked_of_the_tool(folder: Path, replay: Run, tmp_path: Path) -> None:
@@ -264,6 +311,31 @@ def test_responses_that_continue_by_id_are_verified_up_to_the_change(replay: Run
     status, out, _ = replay("responses", "--change", "turns[3].input[0].content=a poem, def f(x)")
     assert status == 0, out
     assert "2 turns before the change verified" in out
+
+
+def test_a_new_turn_continues_by_id_what_the_first_turn_said(
+    folder: Path, replay: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first turn names no response, but the turns after it do, and so must new ones."""
+    first, second = of_path(folder, "/v1/responses")[1:]
+    first["asked"]["body"]["previous_response_id"] = None
+    file = tmp_path / "cut.jsonl"
+    file.write_text("".join(json.dumps(each) + "\n" for each in (first, second)))
+    monkeypatch.setattr(player, "MOST_NEW", 2)
+    sent, submit = list[Any](), Player._submit
+
+    async def watched(self: Player, path: str, body: Any, *rest: Any) -> Any:
+        whole = await submit(self, path, body, *rest)
+        sent.append((body.get("previous_response_id"), whole["id"]))
+        return whole
+
+    monkeypatch.setattr(Player, "_submit", watched)
+    flags = ["--change", "turns[1].tool_choice=required", "--tools", "echo sleet"]
+    status, out, _ = replay(str(file), *flags, requests=None)
+    assert status == 1
+    assert "still makes calls after 2 turns" in out
+    ids = [None, *(own for _, own in sent)]
+    assert [previous for previous, _ in sent] == ids[:-1]
 
 
 def test_another_system_prompt_is_used_in_every_turn(replay: Run, tmp_path: Path) -> None:
@@ -372,6 +444,37 @@ def test_a_redacted_turn_is_generated_but_not_compared(
 def test_texts_that_a_redaction_leaves_alone_are_recorded_as_they_are(folder: Path) -> None:
     record = msgspec.convert(records(folder)[0], RecordedRequest)
     assert redacted(record, str, lambda ids: "") == record
+
+
+def test_a_redaction_leaves_no_text_outside_the_messages() -> None:
+    """Names of sessions, stop strings, names in arguments, and texts that are only in params."""
+    body = {"messages": [{"content": "x", "tool_calls": [{"input": {"a secret": "a secret"}}]}]}
+    asked = Asked(http="h", session="a secret", path="/v1/messages", body=body)
+    given = {"stop": ["a secret"], "logit_bias": {7: 1.0}, "temperature": 0.5}
+    record = RecordedRequest(
+        id="a", model="m", prompt=[1], params=given, seed=1, stop_reason="a secret", asked=asked
+    )
+
+    def hide(text: str) -> str:
+        return text.replace("secret", "-")
+
+    found = redacted(record, hide, lambda ids: "words")
+    assert "secret" not in str(found)
+    assert (found.prompt, found.params) == ([], {"temperature": 0.5})
+    found = redacted(msgspec.structs.replace(record, asked=None, stop_reason=None), hide, str)
+    assert "secret" not in str(found)
+    assert found.prompt == []
+
+
+def test_a_redaction_that_only_finds_its_text_in_the_prompt_drops_the_body() -> None:
+    body = {"messages": [{"content": [{"text": "sec"}, {"text": "ret"}]}]}
+    asked = Asked(http="h", path="/v1/chat/completions", body=body)
+    record = RecordedRequest(id="a", model="m", prompt=[1], params={}, seed=1, asked=asked)
+    found = redacted(
+        record, lambda t: t.replace("secret", "-"), lambda ids: "secret" if ids else ""
+    )
+    assert found.asked is not None
+    assert (found.prompt, found.asked.body) == ([], None)
 
 
 @pytest.mark.parametrize("name", ["none.such:f", "json", "json:none", "json:__name__"])

@@ -173,3 +173,27 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(InvalidRequest, match="record_traffic"):
         TrafficRecorder(tmp_path / "file")
+
+
+def test_a_line_that_a_stopped_writer_left_incomplete_costs_no_later_one(record, tmp_path):
+    """Without its end, the next line would continue it, and no reader could read the file."""
+    _, files = record((request(), b"", STOP))
+    (name,) = files
+    file = tmp_path / "traffic" / name
+    file.write_bytes(file.read_bytes() + b'{"v": 1, "tok')
+    recorder, files = record((request(), b"", STOP), (request(), b"", STOP))
+    assert [len(lines) for lines in files.values()] == [3]
+    assert recorder._sizes[name] == file.stat().st_size
+    file.write_bytes(b'{"v": 1, "tok')
+    assert [len(lines) for lines in record((request(), b"", STOP))[1].values()] == [1]
+
+
+def test_a_file_that_was_removed_is_made_again(record, tmp_path):
+    _, files = record((request(), b"", STOP))
+    file = tmp_path / "traffic" / next(iter(files))
+    recorder = TrafficRecorder(tmp_path / "traffic")
+    file.unlink()
+    recorder.expect(request(), b"")
+    recorder.finish(request(), STOP)
+    recorder.close()
+    assert len(file.read_bytes().splitlines()) == 1
