@@ -69,7 +69,8 @@ def read(path: Path) -> list[list[Item]]:
         if not isinstance(items, list):
             continue
         found = [each for each in found if _first(each) != _first(items) or len(each) > len(items)]
-        found.append(items)
+        if all(_first(each) != _first(items) for each in found):
+            found.append(items)
     return found
 
 
