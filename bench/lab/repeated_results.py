@@ -31,7 +31,7 @@ class Counts:
     same_calls: int = 0  # results of a call that the session had before
     repeated: int = 0
     repeated_chars: int = 0
-    wasted_chars: int = 0  # of earlier results that were expected and did not come
+    wasted_chars: int = 0  # characters of earlier results that were expected and did not come
     new_chars: int = 0
 
 
