@@ -71,6 +71,8 @@ class IdlePrefill:
             return False
         if chat.template.get("continue_final_message"):  # the answer is not a message of its own
             return False
+        if not (chat.warms_next or chat.tools or _goes_on(chat, request)):
+            return False
         failures = self._failures
         return not failures or failures.get(owner_of(chat.params.cache_salt), 0) < MAX_FAILURES
 
@@ -84,7 +86,7 @@ class IdlePrefill:
             if self._size is None:
                 self._size = ChunkSize(self._llm.page_size)
             self._size.observe_answer(request.usage)
-            if chat.warms_next or _goes_on(chat, choice, request):
+            if chat.warms_next or choice.tool_calls or _goes_on(chat, request):
                 self._put(NextPrompt(chat, choice, request))
 
         return begin
@@ -291,9 +293,9 @@ async def _reason(stream: TokenStream) -> FinishReason | None:
     return [delta.finish_reason async for delta in stream][-1]
 
 
-def _goes_on(chat: ChatInput, choice: Choice, request: Request) -> bool:
-    """Whether a conversation is likely to go on: it has a session, earlier answers, or calls."""
-    if request.cache.session is not None or choice.tool_calls:
+def _goes_on(chat: ChatInput, request: Request) -> bool:
+    """Whether a conversation is likely to go on: it has a session or earlier answers."""
+    if request.cache.session is not None:
         return True
     return any(message.get("role") == "assistant" for message in chat.messages)
 
