@@ -88,19 +88,25 @@ class SmolLM2(Checkpoint):
 
     def write(self) -> None:
         """Write ``target``, and a copy of the GGUF file for llama.cpp, unless they exist."""
-        if (self.target / "config.json").is_file():
-            return
         file = checked_smollm2()
-        config = AutoConfig.from_pretrained(str(file.parent), gguf_file=file.name)
-        build: Any = AutoModelForCausalLM
-        model = build.from_config(config, dtype=torch.bfloat16)
-        load: Any = load_gguf_checkpoint
-        read = load(str(file), return_tensors=True, model_to_load=model)
-        model.load_state_dict(read["tensors"], strict=False)
-        model.tie_weights()
-        load_gguf_tokenizer(file).save_pretrained(self.target)
-        model.save_pretrained(self.target)
-        shutil.copy(file, self.folder / "source.gguf")
+        widen(file, self.target)
+        if not (copy := self.folder / "source.gguf").is_file():
+            shutil.copy(file, copy)
+
+
+def widen(file: Path, folder: Path) -> None:
+    """Write a GGUF file's weights in bfloat16 and its tokenizer, unless the folder has them."""
+    if (folder / "config.json").is_file():
+        return
+    config = AutoConfig.from_pretrained(str(file.parent), gguf_file=file.name)
+    build: Any = AutoModelForCausalLM
+    model = build.from_config(config, dtype=torch.bfloat16)
+    load: Any = load_gguf_checkpoint
+    read = load(str(file), return_tensors=True, model_to_load=model)
+    model.load_state_dict(read["tensors"], strict=False)
+    model.tie_weights()
+    load_gguf_tokenizer(file).save_pretrained(folder)
+    model.save_pretrained(folder)
 
 
 # Names of pairs and their eps.
