@@ -3,9 +3,10 @@
 The folder has chat templates as published (``*.jinja``). For each one that is known here, two
 conversations of several turns are held: a chat whose answers begin with a long thought, and an
 agent whose answers are a thought and a call. The answers are given rather than generated: their
-tokens are computed as the model's own would be. Then the table has, for each later turn, how many
-tokens are new (those of the message that was not known before), how many were computed at the
-turn's start, and the time to its first token, without and with idle prefill. Both kinds alternate.
+tokens are computed as the model's own would be. The table has means over the later turns: how many
+tokens are new (the tokens of the message that was not known before), and how many were computed at
+the turn's start, without and with idle prefill; and medians of the time to the first token. Both
+kinds alternate.
 """
 
 from __future__ import annotations

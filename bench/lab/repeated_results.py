@@ -31,7 +31,7 @@ class Counts:
     same_calls: int = 0  # results of a call that the session had before
     repeated: int = 0
     repeated_chars: int = 0
-    wasted_chars: int = 0  # of earlier results that were expected and did not come
+    wasted_chars: int = 0  # characters of earlier results that were expected and did not come
     new_chars: int = 0
 
 
@@ -69,7 +69,8 @@ def read(path: Path) -> list[list[Item]]:
         if not isinstance(items, list):
             continue
         found = [each for each in found if _first(each) != _first(items) or len(each) > len(items)]
-        found.append(items)
+        if all(_first(each) != _first(items) for each in found):
+            found.append(items)
     return found
 
 

@@ -234,6 +234,8 @@ class Writer(AnswerWriter[A], Generic[A, C, D]):
 
     def receipts(self, answer: A) -> list[Receipt] | UnsetType:
         """Return the receipts of an answer that was read to its end; UNSET without receipts."""
+        if self._service.settings.receipts is None:
+            return UNSET
         signer = ReceiptSigner.of(self._service)
         return UNSET if signer is None else signer.receipts(self._head.id, answer.ended_choices())
 

@@ -30,7 +30,7 @@ from .next_prompt import NextPrompt, Render
 
 logger = logging.getLogger(__name__)
 MAX_WAITING = 64  # next turns that wait; `Shares` chooses which one is dropped beyond it
-MAX_BYTES = 64 * 2**20  # approximate size of their conversations
+MAX_BYTES = 64 * 2**20  # approximate size of the waiting conversations
 MAX_FAILURES = 3  # consecutive failures of the chat template after which an owner has no next turns
 MAX_FAILED = 1024  # owners whose failures are counted
 RECHECK_SECONDS = 1.0  # after which a waiting task asks again whether the engine is idle
@@ -53,7 +53,7 @@ class IdlePrefill:
         self._render = render
         self._is_on = is_on
         self._waiting: OrderedDict[Owner, deque[NextPrompt]] = OrderedDict()  # none is empty
-        self._shares: Shares[NextPrompt] = Shares(MAX_BYTES, MAX_WAITING)  # of those that wait
+        self._shares: Shares[NextPrompt] = Shares(MAX_BYTES, MAX_WAITING)  # memory they take
         self._current: NextPrompt | None = None
         self._size: ChunkSize | None = None  # None until the first answer has ended
         self._task: asyncio.Task[None] | None = None
@@ -71,6 +71,8 @@ class IdlePrefill:
             return False
         if chat.template.get("continue_final_message"):  # the answer is not a message of its own
             return False
+        if not (chat.warms_next or chat.tools or _goes_on(chat, request)):
+            return False
         failures = self._failures
         return not failures or failures.get(owner_of(chat.params.cache_salt), 0) < MAX_FAILURES
 
@@ -84,13 +86,13 @@ class IdlePrefill:
             if self._size is None:
                 self._size = ChunkSize(self._llm.page_size)
             self._size.observe_answer(request.usage)
-            if chat.warms_next or _goes_on(chat, choice, request):
+            if chat.warms_next or choice.tool_calls or _goes_on(chat, request):
                 self._put(NextPrompt(chat, choice, request))
 
         return begin
 
     def arrived(self, chat: ChatInput) -> None:
-        """Drop the next turns that ``chat`` continues, and those of a session that it ends."""
+        """Drop the next turns that ``chat`` continues, and the next turns of a session it ends."""
         if self._current is None and not self._waiting:
             return
         owner = owner_of(chat.params.cache_salt)
@@ -123,7 +125,7 @@ class IdlePrefill:
             self._task = asyncio.create_task(self._run(), name="foretoken-idle-prefill")
 
     def _take(self) -> NextPrompt | None:
-        """Take the oldest next turn of the owner whose turn it is; None if there is none."""
+        """Take the oldest next turn of the owner whose turn it is; None if none waits."""
         if not self._waiting:
             return None
         owner, turns = next(iter(self._waiting.items()))
@@ -238,7 +240,7 @@ class IdlePrefill:
         if turn.adapter is not None:
             self._llm.adapters.find(turn.adapter).hold(stream)
         if not await self._finish(stream, turn, size.seconds):
-            return True  # what was computed is cached, so the next try continues it
+            return True  # the computed part is cached, so the next try continues it
         usage = request.usage
         num_computed = len(request.tokens) - usage.cached_tokens
         size.observe_chunk(num_computed, time.monotonic() - began)
@@ -281,7 +283,7 @@ class IdlePrefill:
         )
         ends = self._llm.built.eos_token_ids
         request = make_request(f"idle-{random_id()}", prepared, seed=0, eos_token_ids=ends)
-        request.tenant = None  # idle time is charged to nobody
+        request.tenant = None  # idle time is charged to no tenant
         request.extras = msgspec.structs.replace(request.extras, is_ahead=True)
         return request
 
@@ -291,9 +293,9 @@ async def _reason(stream: TokenStream) -> FinishReason | None:
     return [delta.finish_reason async for delta in stream][-1]
 
 
-def _goes_on(chat: ChatInput, choice: Choice, request: Request) -> bool:
-    """Whether a conversation is likely to go on: it has a session, earlier answers, or calls."""
-    if request.cache.session is not None or choice.tool_calls:
+def _goes_on(chat: ChatInput, request: Request) -> bool:
+    """Whether a conversation is likely to go on: it has a session or earlier answers."""
+    if request.cache.session is not None:
         return True
     return any(message.get("role") == "assistant" for message in chat.messages)
 

@@ -20,8 +20,8 @@ from ..preprocess import PromptTokens
 
 Render = Callable[[ChatInput], Awaitable[PromptTokens]]
 MARKS = "\x01", "\x02"  # two contents of the next message: prompts are equal up to it
-MESSAGE_BYTES = 512  # of a message without its text
-TOKEN_BYTES = 12  # of a token id and its text, which a body need not have that continues a response
+MESSAGE_BYTES = 512  # size of a message without its text
+TOKEN_BYTES = 12  # size of a token id and its text; a body that continues a response lacks the text
 
 
 class NextPrompt:
@@ -50,7 +50,7 @@ class NextPrompt:
         self.num_chunks = 0  # chunks computed so far
 
     def enter(self) -> None:
-        """Set the present task's context to that of the request, whose answer has ended."""
+        """Set the present task's context to the context of the request, whose answer has ended."""
         CONTEXT.set(self._context)
 
     @property
@@ -63,7 +63,7 @@ class NextPrompt:
         asked = self._asked
         if owner != self.owner or len(messages) < len(asked):
             return False
-        # Conversations with a common beginning mostly differ in the last of these messages.
+        # Conversations with a common beginning mostly differ in the last message.
         pairs = zip(reversed(asked), reversed(messages[: len(asked)]), strict=True)
         return all(mine == theirs for mine, theirs in pairs)
 

@@ -29,7 +29,7 @@ EVENTS = "text/event-stream"
 PERIOD_SECONDS = 1.0
 STEPS_SECONDS = 0.25  # interval between events with the latest steps
 MAX_STEPS = 256  # maximum number of steps per event
-IDLE = "idle prefill"  # in place of a draft source, for a chunk of a next turn's prompt
+IDLE = "idle prefill"  # replaces the draft source for a chunk of a next turn's prompt
 
 
 class Watched(EngineObserver):

@@ -20,7 +20,7 @@ from foretoken.api.runtime.turns.idle_prefill import (
     IdlePrefill,
 )
 from foretoken.api.types.request_context import CONTEXT, RequestContext, caller_key
-from foretoken.api.types.results import Choice
+from foretoken.api.types.results import Choice, Tool, ToolCall
 from foretoken.api.types.sampling_params import SamplingParams
 from foretoken.core.engine.inbox import TokenStream
 from foretoken.core.errors import EngineDead, InvalidRequest, PromptTooLong
@@ -540,6 +540,21 @@ def test_without_a_session_a_conversation_must_have_begun(
         scene.end(chat, choice, session=None)
         await scene.settle()
         assert bool(scene.names) == is_computed
+
+    run(act)
+
+
+@pytest.mark.parametrize("has_call", [False, True])
+def test_a_first_turn_with_tools_goes_on_if_it_calls_one(has_call: bool) -> None:
+    async def act() -> None:
+        scene = Scene()
+        call = ToolCall(id="c", name="find", arguments="{}")
+        choice = Choice(index=0, finish_reason="stop", tool_calls=[call] if has_call else [])
+        chat = scene.ask(1, tools=[Tool(name="find", parameters={})])
+        assert scene.end(chat, choice, session=None)
+        await scene.settle()
+        assert bool(scene.names) == has_call
+        assert not scene.end(scene.ask(1), choice, session=None)
 
     run(act)
 
