@@ -39,7 +39,7 @@ class SentBody:
         self.is_written = False  # set by the recorder's thread
 
     def decoded(self) -> dict[str, Any] | None:
-        """Return the body as an object of JSON; None if it is none."""
+        """Return the body as a JSON object; None if it has another form."""
         data = b"".join(self.parts)
         if self.coding:
             data = decode_body(data, self.coding, MAX_BODY_BYTES)

@@ -200,7 +200,7 @@ class _Engines:
         self._llms: list[tuple[str | None, Mapping[str, Any], AsyncLLM]] = []
 
     async def get(self, model: str | None, options: Mapping[str, Any]) -> AsyncLLM:
-        """Return the engine with a model and options, started if there is none yet."""
+        """Return the engine with a model and options. It is started if it does not run yet."""
         wanted = {**self._defaults, **options}
         for own_model, own_options, llm in self._llms:
             if (own_model, own_options) == (model, wanted):

@@ -67,7 +67,7 @@ class Pair(Struct, kw_only=True):
 
     @property
     def difference(self) -> float:
-        """The score of B minus that of A, from -1 to 1."""
+        """Score of B minus score of A, from -1 to 1."""
         return self.b.score - self.a.score
 
     @property
@@ -84,7 +84,7 @@ class Found(Struct, kw_only=True):
     interval: Interval
     difference: float
     pairs: list[Pair]
-    num_tasks: int  # of the file
+    num_tasks: int  # number of tasks in the file
 
     @property
     def paired_variance(self) -> float | None:

@@ -25,7 +25,7 @@ VERSION = 1
 
 
 class Statement(Struct, kw_only=True, frozen=True):
-    """What a receipt states.
+    """The statement of a receipt.
 
     - ``id``, ``index``: id of the response and number of the choice. ``created``: seconds since
       1970.
@@ -33,9 +33,10 @@ class Statement(Struct, kw_only=True, frozen=True):
       ``adapter``: name of the LoRA adapter.
     - ``release``, ``kernels``, ``options``: release of foretoken, kernels, and options of the
       engine that may change a token.
-    - ``prompt_sha256``, ``answer_sha256``: of the token ids, each a 64-bit little-endian integer.
+    - ``prompt_sha256``, ``answer_sha256``: SHA-256 of the token ids, each as a
+      64-bit little-endian integer.
     - ``sampling``, ``seed``: the parameters that determine tokens, and the seed of this choice.
-    - ``num_tokens``, ``finish_reason``: of the answer.
+    - ``num_tokens``, ``finish_reason``: length of the answer, and why it ended.
     """
 
     version: int

@@ -186,7 +186,7 @@ class Conversation:
     def replace(
         self, at: int, answered: Answered, items: Sequence[Item], parts: Sequence[Item]
     ) -> None:
-        """Put an answer and the results of its calls into the place of those of turn ``at``."""
+        """Replace the answer of turn ``at`` and the results of its calls."""
         results = self.form.results(answered.results, parts)
         self._put(at + 1, answered.start, answered.stop, items, results)
         self._has_parted = True

@@ -1,4 +1,4 @@
-"""What a replay found: the answers of each turn, recorded and now, side by side."""
+"""Outcome: the answers of each turn, recorded and now, side by side."""
 
 from __future__ import annotations
 
@@ -88,14 +88,14 @@ class Outcome:
     model: str
     changes: list[str] = field(default_factory=list)
     turns: list[Played] = field(default_factory=list)
-    num_turns: int = 0  # of the recording
+    num_turns: int = 0  # number of turns in the recording
     ended: str = ""
     is_stuck: bool = False  # it ended because a call has no result, or a turn was refused
     exact: bool = True
     notes: list[str] = field(default_factory=list)
 
     def count(self, *kinds: Kind) -> int:
-        """Return the number of turns of these kinds."""
+        """Return the number of turns of the given kinds."""
         return sum(turn.kind in kinds for turn in self.turns)
 
     @property

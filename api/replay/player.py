@@ -57,7 +57,7 @@ class _Answer:
     items: list[Item]
     calls: list[Call]
     recorded_calls: list[Call]
-    id: str  # of the response
+    id: str  # id of the response
 
 
 class Player:
@@ -79,7 +79,7 @@ class Player:
         self._first = turns[0].records[0]
         self._has_diverged = False  # whether a call was not in the recording
         self._told: set[int] = set()  # identities of reported turns
-        self._last_id = ""  # of the last response
+        self._last_id = ""  # id of the last response
         self._recorded_tokenizer: Tokenizer | None = None  # only for a comparison of two models
 
     async def run(self, session: str) -> Outcome:
@@ -226,7 +226,7 @@ class Player:
     async def _play_new(self, at: int, items: Sequence[Item], added: list[Item]) -> list[Item]:
         """Play turns that the recording lacks, up to an answer without calls; return their items.
 
-        ``added``: the items that follow those of turn ``at``.
+        ``added``: the items after turn ``at``.
         """
         new: list[Item] = []
         for _ in range(MOST_NEW):

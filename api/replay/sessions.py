@@ -125,7 +125,7 @@ def find_session(name: str, place: Path) -> tuple[Session, Turn | None]:
     neither, or if several files have a session with this id: each has the requests of one caller.
     Raises `ForetokenError` for a file that cannot be read.
     """
-    names = name, f"{name}-0"  # of several choices, each has the id with its number
+    names = name, f"{name}-0"  # each of several choices has the id with its number
     with_session, with_request = list[Path](), None
     for file in files_in(place):
         for head in _read(file, _Head, skips_torn=True):
@@ -247,8 +247,8 @@ def _connect(turns: Sequence[Turn]) -> None:
 
     A response continues the one that its ``previous_response_id`` names. Any other turn continues
     one with the same first user message and fewer items, if the first additional item is an answer:
-    the turn of which it repeats the most items from the start, and of these the longest. (Clients
-    may edit earlier items.) O(turns squared).
+    the turn of which it repeats the most items from the start. If there are several, the longest is
+    taken. (Clients may edit earlier items.) O(turns squared).
     """
     by_id: dict[str, Turn] = {}
     begun: dict[tuple[str, str, str], list[Turn]] = {}  # by session, route and first user message

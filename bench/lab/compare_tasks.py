@@ -57,7 +57,7 @@ def tools(descriptions: Mapping[str, str] | None = None) -> list[dict[str, Any]]
 
 
 def arithmetic(rng: random.Random) -> dict[str, Any]:
-    """A story with one or two steps of arithmetic."""
+    """Return a story with one or two steps of arithmetic."""
     name, thing = rng.choice(NAMES), rng.choice(THINGS)
     first, second, third = rng.randint(2, 12), rng.randint(2, 12), rng.randint(1, 9)
     text = f"{name} has {first} {thing} and buys {second} more."
@@ -69,7 +69,7 @@ def arithmetic(rng: random.Random) -> dict[str, Any]:
 
 
 def editing(rng: random.Random) -> dict[str, Any]:
-    """An edit of a short list of words."""
+    """Return an edit of a short list of words."""
     words = rng.sample(WORDS, 4)
     text, expected = rng.choice((
         ("Write the second word of this list", words[1]),
@@ -91,7 +91,7 @@ def extraction(rng: random.Random) -> dict[str, Any]:
 
 
 def calling(rng: random.Random) -> dict[str, Any]:
-    """A request that one of three tools serves."""
+    """Return a request that one of three tools serves."""
     city, word = rng.choice(CITIES), rng.choice(WORDS)
     text, name, arguments = rng.choice((
         (f"Do I need an umbrella in {city}?", "get_weather", {"city": city}),
@@ -103,7 +103,7 @@ def calling(rng: random.Random) -> dict[str, Any]:
 
 
 def coding(rng: random.Random) -> dict[str, Any]:
-    """A small Python function, with its tests."""
+    """Return a small Python function, with its tests."""
     text, name, tests = rng.choice(FUNCTIONS)
     number = rng.randint(2, 9)
     body = "\n".join(f"    {each.format(n=number)}" for each in tests)

@@ -22,7 +22,7 @@ from ..sampling.logprobs import token_logprobs
 from ..sampling.sampler import Sampler
 from ..sampling.verifier import SampledToken, margins
 
-BLOCK = 64  # rows that are sampled at once, as many as a draft may have
+BLOCK = 32  # rows that are sampled at once; a slow grammar has time for as many
 
 
 class ComparedSampling:

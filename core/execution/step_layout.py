@@ -399,8 +399,8 @@ def _pooled(
 ) -> array[float]:
     """Return the pooled numbers of a request: its last row of ``hidden``, or scores of tokens.
 
-    ``hidden`` is [hidden]. The first rows of ``logits`` [_, vocab] are those of `Pooling.rows`, or
-    the ``num_pooled`` rows of a recorded answer that is compared.
+    ``hidden`` is [hidden]. The first rows of ``logits`` [_, vocab] belong to `Pooling.rows`, or to
+    the ``num_pooled`` tokens of a recorded answer that is compared.
     """
     if pooling.compares:
         return compare_answer(scheduled, logits[: scheduled.num_pooled], sampler)

@@ -183,7 +183,7 @@ class Constraint(Protocol):
 
 
 class BranchPooling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The numbers to read after a token of `Branches`: those of ``token_ids``, as in `Pooling`.
+    """The numbers to read after a token of `Branches`: one for each of ``token_ids``.
 
     ``parent``: index of the branch's token that precedes it, or -1 for the prompt's last token.
     """
@@ -195,10 +195,10 @@ class BranchPooling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Pooling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A request for numbers instead of an answer.
 
-    The numbers are those of the prompt's last row: the hidden state after the final norm, or, with
+    The numbers belong to the prompt's last row: the hidden state after the final norm, or, with
     ``token_ids``, the raw logits of the tokens; with ``is_normalized`` their log-probabilities.
     With ``branches``, the last tokens of the request are its `Branches`. Then the numbers of the
-    row before them are followed by those of each branch.
+    row before them are followed by the numbers of each branch.
 
     With ``compare_from``, the request's tokens after the prompt are a recorded answer. The numbers
     are then `TokenComparison` entries: each token from that index of the answer on is compared with
@@ -285,6 +285,11 @@ class SamplingMetadata:
     def generates(self) -> bool:
         """Whether the request generates tokens: it has no pooling and is not ``prompt_only``."""
         return self.pooling is None and not self.params.prompt_only
+
+    @property
+    def scores_given(self) -> bool:
+        """Whether given tokens may be scored, so that several rows of a prompt need logits."""
+        return self.pooling is not None or self.params.prompt_logprobs is not None
 
     @property
     def compares(self) -> bool:

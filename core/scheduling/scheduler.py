@@ -385,7 +385,7 @@ class Scheduler:
         that need logits.
         """
         chunks, is_exceeded = [], False
-        scored = ScoredRows(self.limits.vocab_size)
+        scored: ScoredRows | None = None
         for request in prompts:
             share_stop = request.num_computed + shares.get(request.request_id, 0)
             if (packing := request.next_packing(request.num_computed)) is not None:
@@ -398,11 +398,14 @@ class Scheduler:
                 if is_exceeded:
                     continue
                 is_exceeded = True
-            stop = scored.cut(request, stop)
+            if request.sampling.scores_given:
+                scored = scored or ScoredRows(self.limits.vocab_size)
+                stop = scored.cut(request, stop)
             if stop > request.num_computed and self._reserve(
                 request, request.kv_len(stop), planned, preempt_self=False
             ):
-                scored.take(request, stop)
+                if scored is not None:
+                    scored.take(request, stop)
                 chunks.append(self._schedule_chunk(request, stop))
                 planned.add(request.request_id)
         return chunks

@@ -50,7 +50,7 @@ def schedule_request(
 
 
 def _extras(request: Request, stop: int, state: StateUse | None) -> ScheduledExtras:
-    return ScheduledExtras(
+    extras = ScheduledExtras(
         state=state,
         adapter=request.extras.adapter,
         images=request.extras.images,
@@ -58,6 +58,7 @@ def _extras(request: Request, stop: int, state: StateUse | None) -> ScheduledExt
         num_packed_away=request.num_packed_away(stop),
         pack=_due_pack(request, stop),
     )
+    return PLAIN if extras == PLAIN else extras
 
 
 def _due_pack(request: Request, stop: int) -> KvPack | None:

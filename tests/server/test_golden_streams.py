@@ -206,7 +206,7 @@ def _steady(text: str) -> str:
 def app() -> Iterator[App]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine_builder, "build", build_scripted)
-        settings = Settings(reasoning_parser="think", tool_parser="hermes")
+        settings = Settings(reasoning_parser="think", tool_parser="hermes", idle_prefill="off")
         app = App(settings=settings, speculation=0, max_model_len=512)
     yield app
     app.close()

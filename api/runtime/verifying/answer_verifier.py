@@ -4,7 +4,7 @@ Token ids are compared in a prefill: the recorded answer follows the prompt, and
 chunks yields the model's own token (`Pooling.compare_from`). So the comparison takes as many steps
 as a prompt of that length, it continues after a difference, and other requests run beside it.
 
-A text may be that of several token sequences, and an answer may have tokens that are not in its
+Several token sequences may have the same text, and an answer may have tokens that are not in its
 text, such as its reasoning. If the usual token ids of the text are not the model's answer, the
 model generates, with the text as a draft, and its visible text is compared. The prefix cache is
 read but not written.

@@ -20,11 +20,11 @@ class ComparedTokens:
     - ``differences``: the comparisons in which the tokens differ.
     - ``num_same``: number of tokens before the end of the model's or of the recorded answer.
     - ``given_after_end``: the recorded token after the end of the model's answer, if there is one.
-    - ``own_after_end``: the model's token after the end of the recorded answer, if there must be
-      none.
+    - ``own_after_end``: the model's token after the end of the recorded answer, if the answer must
+      end there.
     - ``ends_otherwise``: whether the two answers end for different reasons.
 
-    ``comparisons`` are those of the engine. ``context``: maximum number of tokens of prompt and
+    ``comparisons`` come from the engine. ``context``: maximum number of tokens of prompt and
     answer. Reading a long answer takes seconds, so it is done in a thread. Raises `InvalidRequest`
     if the request's parameters allow no token somewhere.
     """

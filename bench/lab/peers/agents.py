@@ -68,7 +68,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What a tool's result files say of one run."""
+    """Figures of one run, from a tool's result files."""
 
     turns: Sequence[Turn]
     num_failed: int
@@ -93,7 +93,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """What the tools read: folders of the cut traces and of the tokenizer, and a round's seed."""
+    """Inputs of the tools: folders of the cut traces and of the tokenizer, and a round's seed."""
 
     traces: Path
     tokenizer: Path

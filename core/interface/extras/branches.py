@@ -20,8 +20,8 @@ class Branches(msgspec.Struct, frozen=True, gc=False):
     the tokens before them are not all on their path.
     """
 
-    first: int  # index of the first of these tokens among the request's tokens
-    parents: tuple[int, ...]  # as in `Draft`; -1 for the root
+    first: int  # index of the first branch token among the request's tokens
+    parents: tuple[int, ...]  # parent of each branch token as in `Draft`; -1 for the root
 
     def tree(self, tokens: array[int]) -> Draft:
         """Return the branches of a request with these ``tokens`` as a tree."""

@@ -54,7 +54,7 @@ NO_TRANSFER = Transfer()
 def request_extras(
     adapter: Adapter | None, images: tuple[PromptImage, ...], branches: Branches | None = None
 ) -> RequestExtras:
-    """Return the extras of a new request; `PLAIN_REQUEST` if it has none of these."""
+    """Return the extras of a new request; `PLAIN_REQUEST` if it has no extras."""
     if adapter is None and not images and branches is None:
         return PLAIN_REQUEST
     return RequestExtras(adapter=adapter, images=images, branches=branches)

@@ -23,7 +23,7 @@ class TokenComparison(NamedTuple):
     """The model's own token at one position, after the recorded tokens before it.
 
     ``own`` is -1 if the model could choose none. ``margin``: by how much the score of the own token
-    is higher than that of the recorded token; infinite if the recorded token is excluded.
+    is higher than the recorded token's; infinite if the recorded token is excluded.
     ``excluded_by``: index in `EXCLUDERS`, or -1. The raw log-probabilities of both tokens are NaN
     if they were not computed. They are known, as is ``excluded_by``, for the first different token
     of a step and for the first token that is compared. After the whole answer, where no token is

@@ -167,7 +167,7 @@ class HeadGrower(TreeGrower):
     ) -> Opened:
         """Compute a pass of a template. ``before``: the results of the pass before it.
 
-        ``slots``: KV slots of the paths of earlier rows, to which those of ``rows`` are added.
+        ``slots``: KV slots of the paths of earlier rows, to which the paths of ``rows`` are added.
         """
         assert self._drafting is not None
         vocab, queries = self._draft_vocab, list[Query]()

@@ -32,7 +32,7 @@ def routes(built):
     from foretoken import AsyncLLM
 
     llm = AsyncLLM.from_built(built)
-    served = app.routes(Service(llm, Settings(admin_keys=("admin",))))
+    served = app.routes(Service(llm, Settings(admin_keys=("admin",), receipts="keys.pem")))
     return [each for each in served if isinstance(each, Route)]  # not the files of pages
 
 

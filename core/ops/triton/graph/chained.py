@@ -93,7 +93,7 @@ class TritonChainedPasses:
 class _Replies:
     """The words of passes that choose equally many tokens after a row, on their way to the host.
 
-    ``num_rows``: maximum number of rows of these passes.
+    ``num_rows``: maximum number of rows in all passes together.
     """
 
     def __init__(self, num_best: int, num_rows: int) -> None:

@@ -241,7 +241,7 @@ def take_kernel(
     sources_ptr,  # [num_rows] int32: index of the row's winner; -1: the row has its token
     token_ids_ptr,  # [num_rows] int32, in and out
     last_id,  # last column of the winners' logits
-    names_ptr,  # int64: token ids of these columns
+    names_ptr,  # int64: token ids of the columns
     HAS_NAMES: tl.constexpr,  # whether columns have names; else they are token ids
 ):
     """Write the token of one row; a word that is an error becomes some id of the vocabulary."""
