@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from array import array
 from collections.abc import Callable
 from contextlib import aclosing
 from functools import partial
@@ -83,7 +84,8 @@ async def _until_difference(answer: Answer, record: RecordedRequest) -> tuple[li
             if delta.finish_reason is not None:
                 return tokens, delta.finish_reason
             if is_equal:
-                at += common_len(record.tokens[at : len(tokens)], tokens[at:])
+                recorded = array("q", record.tokens[at : len(tokens)])
+                at += common_len(recorded, array("q", tokens[at:]))
                 is_equal = at == len(tokens)
             if len(tokens) > at + SHOWN:
                 return tokens, ""

@@ -72,7 +72,7 @@ def test_every_import_is_declared(package: str) -> None:
             assert DISTRIBUTIONS.get(module, module).lower() in names, module
 
 
-SERVER_ROOMS = {"receipts", "serving", "dialects", "server", "cluster"}
+SERVER_ROOMS = {"receipts", "replay", "serving", "dialects", "server", "cluster"}
 SPEAK_HTTP = {"remote", "reference"}  # modules of the command line
 
 
