@@ -32,7 +32,9 @@ def routes(built, tmp_path):
     from foretoken import AsyncLLM
 
     llm = AsyncLLM.from_built(built)
-    served = app.routes(Service(llm, Settings(admin_keys=("admin",), receipts=str(tmp_path / "keys.pem"))))
+    served = app.routes(
+        Service(llm, Settings(admin_keys=("admin",), receipts=str(tmp_path / "keys.pem")))
+    )
     return [each for each in served if isinstance(each, Route)]  # not the files of pages
 
 
