@@ -26,10 +26,10 @@ Verdict = Literal["A better", "B better", "equivalent", "undecided"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """How to compare.
+    """Settings of a comparison.
 
-    - ``seed``: from which the seeds of all answers are derived. ``num_samples``: answers of each
-      variant to a task; the score of a task is the mean of theirs.
+    - ``seed``: the seeds of all answers are derived from it. ``num_samples``: answers of each
+      variant to a task; the score of a task is the mean of their scores.
     - ``level``: confidence. ``margin``: a difference that does not matter, from 0 to 1; None: any
       difference matters. ``stops``: whether to stop as soon as the verdict is certain.
     - ``concurrency``: tasks that are answered at the same time. No result depends on it.

@@ -62,7 +62,7 @@ fork: when it ends, Linux kills all others of the namespace."""
 
 
 class Ended(NamedTuple):
-    """How a process ended: its exit status, None if its time was over, and its output."""
+    """Result of a process: its exit status, or None if its time was over, and its output."""
 
     status: int | None
     output: str

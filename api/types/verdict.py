@@ -36,7 +36,7 @@ class Difference(Struct, kw_only=True, frozen=True):
 
 
 class Agreement(Struct, kw_only=True, frozen=True):
-    """How well the recorded tokens agree with the model's, if rounding may explain differences.
+    """Agreement of recorded tokens with the model's, if rounding may explain differences.
 
     Another kind of kernels, or another engine, rounds differently. It may give another token where
     two scores are nearly equal, but rarely where the margin is large.
