@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from foretoken.api.serving.settings import Settings
 from fuzz.inprocess import App
 
 EXAMPLES, SEED = 8, 1
@@ -34,7 +35,8 @@ def effort(request: pytest.FixtureRequest) -> Effort:
 
 
 @pytest.fixture(scope="session")
-def app() -> Iterator[App]:
-    app = App()
+def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[App]:
+    """The built-in model; its answers have receipts."""
+    app = App(settings=Settings(receipts=str(tmp_path_factory.mktemp("keys") / "keys.pem")))
     yield app
     app.close()

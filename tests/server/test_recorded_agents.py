@@ -28,7 +28,9 @@ def replayed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, di
     for flags in ((), ("--no-token-history",)):
         out = folder / "out.json"
         own = [sys.executable, str(SUPPORT / "calling_server.py"), str(folder / "log.jsonl")]
-        with running(started_by=[*own, "--port", "0", *flags]) as server:
+        # Idle prefill would compute some of the answers between two turns.
+        own += ["--port", "0", "--idle-prefill", "off", *flags]
+        with running(started_by=own) as server:
             where = ["--url", server.url, "--out", str(out), "--warmup", "0"]
             sent = ["agents", "--record", str(RECORDINGS), "--output-len", "200"]
             assert serve.main([*sent, *where]) == 0
