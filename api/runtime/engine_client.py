@@ -491,8 +491,8 @@ class EngineClient:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no answer of this client runs or waits."""
-        return not self._answers
+        """Whether no answer of this client runs or waits; ended ones may still be unread."""
+        return all(each.ended for each in self._answers.values())
 
     @property
     def seconds_alone(self) -> float:
