@@ -90,25 +90,22 @@ async def test_drafts_are_counted_by_deltas_until_the_replica_sends_its_counts()
         assert (usage.proposed_by_source, usage.steps_by_accepted) == ({"lm": 3}, {1: 1})
 
 
-def test_a_stop_string_ends_where_the_replica_says_and_the_text_follows() -> None:
-    async def body() -> None:
-        async with front_of() as front, replicas_of(front) as (replica,):
-            heard: list[int] = []
+async def test_a_stop_string_ends_where_the_replica_says_and_the_text_follows() -> None:
+    async with front_of() as front, replicas_of(front) as (replica,):
+        heard: list[int] = []
 
-            def watch(token_id: int) -> str | None:
-                heard.append(token_id)
-                return "x" if len(heard) == 3 else None
+        def watch(token_id: int) -> str | None:
+            heard.append(token_id)
+            return "x" if len(heard) == 3 else None
 
-            wanted = request()
-            wanted.on_token = watch
-            stream = front.submit(wanted)
-            await replica.submitted()
-            replica.say("r", 10, 11)
-            replica.finish("r", 12, finish_reason=FinishReason.STOP, stop_reason="x")
-            assert (await read(stream)).stop_reason == "x"
-            assert heard == [10, 11, 12]
-
-    run(body())
+        wanted = request()
+        wanted.on_token = watch
+        stream = front.submit(wanted)
+        await replica.submitted()
+        replica.say("r", 10, 11)
+        replica.finish("r", 12, finish_reason=FinishReason.STOP, stop_reason="x")
+        assert (await read(stream)).stop_reason == "x"
+        assert heard == [10, 11, 12]
 
 
 async def test_an_end_token_has_no_text() -> None:

@@ -16,7 +16,7 @@ from foretoken.api.cluster.wire.messages import Abort, Drop, Fetch, Submit, body
 from foretoken.core.errors import EngineDead, ForetokenError, QueueFull
 from foretoken.core.interface.output import TokenLogprob
 from foretoken.core.interface.request import CacheOptions, Delta, FinishReason
-from support.scripted_replica import ScriptedReplica, front_of, read, request, run, step, until
+from support.scripted_replica import ScriptedReplica, front_of, read, request, step, until
 
 LONG = [5] * PREFILL_TOKENS
 TOP = TokenLogprob(token_id=10, logprob=-1.0, top=[])
@@ -205,35 +205,31 @@ async def test_pages_of_a_prompt_that_ends_before_it_is_read_are_freed() -> None
         assert (await p.next(Drop)).name == "x"
 
 
-def test_a_replica_that_cannot_be_reached_costs_no_transfer(
+async def test_a_replica_that_cannot_be_reached_costs_no_transfer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The next one gets it."""
+    async with (
+        front_of(3) as front,
+        with_roles(front, "prefill", "decode", "decode") as (p, *others),
+    ):
+        stream = front.submit(request(prompt=LONG))
+        await p.submitted()
+        is_refused, send = list[bytes](), front._roster.socket.send
 
-    async def body() -> None:
-        async with (
-            front_of(3) as front,
-            with_roles(front, "prefill", "decode", "decode") as (p, *others),
-        ):
-            stream = front.submit(request(prompt=LONG))
-            await p.submitted()
-            is_refused, send = list[bytes](), front._roster.socket.send
+        def send_the_second(peer: bytes, message: Any) -> bool:
+            if isinstance(message, Submit) and not is_refused:
+                is_refused.append(peer)
+                return False
+            return send(peer, message)
 
-            def send_the_second(peer: bytes, message: Any) -> bool:
-                if isinstance(message, Submit) and not is_refused:
-                    is_refused.append(peer)
-                    return False
-                return send(peer, message)
-
-            monkeypatch.setattr(front._roster.socket, "send", send_the_second)
-            hand_over(p)
-            await until(lambda: len(front._roster.links) == 2)
-            [number] = [each.number for each in front._roster.links.values() if each.number > 1]
-            one = others[number - 2]
-            assert (await one.submitted()).transfer == HANDED
-            await finish(one, stream)
-
-    run(body())
+        monkeypatch.setattr(front._roster.socket, "send", send_the_second)
+        hand_over(p)
+        await until(lambda: len(front._roster.links) == 2)
+        [number] = [each.number for each in front._roster.links.values() if each.number > 1]
+        one = others[number - 2]
+        assert (await one.submitted()).transfer == HANDED
+        await finish(one, stream)
 
 
 async def test_a_replica_that_reads_no_pages_gets_none_and_they_are_freed() -> None:

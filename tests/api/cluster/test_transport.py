@@ -39,10 +39,6 @@ KEY, OTHER_KEY = "a secret", "another one"
 SECONDS = 20.0
 
 
-def run(body: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(body, SECONDS))
-
-
 @asynccontextmanager
 async def front_of(key: str | None = None) -> AsyncIterator[FrontSocket]:
     front = FrontSocket(ANY_PORT, key)
@@ -315,34 +311,31 @@ async def let_come(*sockets: zmq.Socket[bytes]) -> None:
         each.poll(SECONDS * 1000)
 
 
-def test_news_of_a_close_that_comes_with_the_last_message_is_read_behind_it(
+async def test_news_of_a_close_that_comes_with_the_last_message_is_read_behind_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async def body() -> None:
-        async with front_of() as front:
-            replica = ReplicaSocket(front.address, None)
-            peer = await introduced(front, replica)
-            socket, monitor = front._link.socket, front._link._monitor
-            receive, has_closed = zmq.Socket.recv_multipart, False
+    async with front_of() as front:
+        replica = ReplicaSocket(front.address, None)
+        peer = await introduced(front, replica)
+        socket, monitor = front._link.socket, front._link._monitor
+        receive, has_closed = zmq.Socket.recv_multipart, False
 
-            def receive_late(self: zmq.Socket[bytes], flags: int = 0, copy: bool = True) -> Any:
-                """Say that nothing is there; then the last message and the close come at once."""
-                nonlocal has_closed
-                if self is not socket or has_closed:
-                    return receive(self, flags, copy)
-                has_closed = True
-                assert replica.send(Leaving(reason="the last word"))
-                replica.close()
-                socket.poll(SECONDS * 1000)
-                monitor.poll(SECONDS * 1000)
-                raise zmq.Again
+        def receive_late(self: zmq.Socket[bytes], flags: int = 0, copy: bool = True) -> Any:
+            """Say that nothing is there; then the last message and the close come at once."""
+            nonlocal has_closed
+            if self is not socket or has_closed:
+                return receive(self, flags, copy)
+            has_closed = True
+            assert replica.send(Leaving(reason="the last word"))
+            replica.close()
+            socket.poll(SECONDS * 1000)
+            monitor.poll(SECONDS * 1000)
+            raise zmq.Again
 
-            monkeypatch.setattr(zmq.Socket, "recv_multipart", receive_late)
-            assert await front.receive() == (peer, Leaving(reason="the last word"))
-            assert await front.receive() == (peer, None)
-            assert not front._peers
-
-    run(body())
+        monkeypatch.setattr(zmq.Socket, "recv_multipart", receive_late)
+        assert await front.receive() == (peer, Leaving(reason="the last word"))
+        assert await front.receive() == (peer, None)
+        assert not front._peers
 
 
 async def test_a_message_that_comes_behind_the_end_of_its_connection_is_dropped() -> None:
