@@ -1,4 +1,4 @@
-"""Options of the SDK's calls: their types, and the checks of those of conversations."""
+"""Types of the options of the SDK's calls, and `ChatOptions`, which checks a conversation's options."""
 
 from __future__ import annotations
 
