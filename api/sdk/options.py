@@ -1,4 +1,4 @@
-"""Types of the options of the SDK's calls, and `ChatOptions`, which checks a conversation's options."""
+"""Types of the options of the SDK's calls, and the checks of a conversation's options."""
 
 from __future__ import annotations
 
