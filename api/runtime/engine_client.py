@@ -41,11 +41,10 @@ from ..types.request_context import (
 from ..types.results import Body, Completion
 from ..types.sampling_params import SamplingParams
 from .adapters import Adapters, ServedAdapter
-from .cache_diagnostics import Explainer, Explanation
+from .cache_diagnostics import Explainer, Explanation, MissCauses
 from .conversation.prompt_history import NO_NOTE, PromptLog, PromptNote
 from .end_tokens import end_token_ids
 from .generation import Answer, Generation
-from .miss_causes import MissCauses
 from .preprocess import (
     Conversation,
     Prepared,
