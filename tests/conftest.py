@@ -5,7 +5,9 @@ torch may do so whenever it likes; a language that is half compiled and half int
 
 from __future__ import annotations
 
+import asyncio
 import gc
+import inspect
 import os
 from collections.abc import Generator
 from pathlib import Path
@@ -26,6 +28,8 @@ os.environ["SSL_CERT_DIR"] = str(Path(__file__).parent)
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 if os.environ.get("FORETOKEN_TEST_DEVICE", "cpu") == "cpu":  # see core/ops/triton/conftest.py
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+ASYNC_SECONDS = 30.0  # a test that is a coroutine fails after this time
 
 
 def pytest_configure() -> None:
@@ -49,6 +53,16 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine, on an event loop of its own."""
+    test = pyfuncitem.obj
+    if not inspect.iscoroutinefunction(test):
+        return None
+    given = {name: pyfuncitem.funcargs[name] for name in inspect.signature(test).parameters}
+    asyncio.run(asyncio.wait_for(test(**given), ASYNC_SECONDS))
+    return True
 
 
 def pytest_unconfigure() -> None:

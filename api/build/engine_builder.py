@@ -40,13 +40,13 @@ from ..text.gguf_tokenizer import check_vocabulary
 from ..types.sampling_params import SamplingDefaults
 from .adapter_loader import OwnAdapters
 from .built import Built
-from .components.drafter import Drafter, load_drafter
-from .components.kept_kv import KeptKV, check_stores, page_keys, prefix_cache, refuse_tiers
+from .drafter import Drafter, load_drafter
 from .drafts import find_draft, make_speculator, parse_draft
-from .kv_events import events_of
-from .kv_pools import make_pools, model_len, out_of_memory_hint
+from .kv.events import events_of
+from .kv.kept_kv import KeptKV, check_stores, page_keys, prefix_cache, refuse_tiers
+from .kv.packing import keep_policy_of
+from .kv.pools import make_pools, model_len, out_of_memory_hint
 from .model_files import ModelSource, find_model
-from .packing import keep_policy_of
 from .sampling_defaults import sampling_defaults
 from .step_costs import KeptCosts
 from .target import (
@@ -61,7 +61,7 @@ from .target import (
 if TYPE_CHECKING:
     from ...core.tiers.events import KVEventPublisher
     from ...core.tiers.transfer_params import TransferParams
-    from .fingerprint import ModelDigests
+    from .kv.fingerprint import ModelDigests
 
 logger = logging.getLogger(__name__)
 LocalBuilt: TypeAlias = Built[Engine]
@@ -262,7 +262,7 @@ def _built(parts: _Parts, source: ModelSource, config: EngineConfig) -> LocalBui
 
 
 def _make_digests() -> ModelDigests:
-    from .fingerprint import ModelDigests
+    from .kv.fingerprint import ModelDigests
 
     return ModelDigests()
 

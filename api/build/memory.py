@@ -20,7 +20,7 @@ from ...core.ops.machine.device import free_memory
 from ...core.ops.machine.system_memory import free_swap
 from ...core.ops.quantize import Quantize
 from ...core.options.settings import parse_size
-from .kv_pools import HOST_KV_BYTES, LEAST_TOKENS
+from .kv.pools import HOST_KV_BYTES, LEAST_TOKENS
 
 logger = logging.getLogger(__name__)
 PROGRAM_BYTES = 400 * 2**20  # Python, torch and the engine, without weights and KV (measured)

@@ -27,7 +27,7 @@ from ...core.ops.machine.host_memory import CAN_SHARE
 from ...core.ops.parallel import Comm
 from ...core.options.settings import parse_size
 from ...core.startup import timed
-from .kv_pools import out_of_memory_hint
+from .kv.pools import out_of_memory_hint
 from .memory import check_room
 
 logger = logging.getLogger(__name__)

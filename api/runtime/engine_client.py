@@ -9,7 +9,6 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -28,9 +27,8 @@ from ..media.reader import ImageReader
 from ..structured.compiler import Grammars
 from ..text.chat_template import template_of
 from ..text.detokenizer import AnswerText
-from ..text.executor import Worker
 from ..text.openings import find_openings
-from ..text.tokenizer import APART_BYTES, Tokenizer
+from ..text.tokenizer import Tokenizer
 from ..types.request_context import (
     adapter_name,
     arrival,
@@ -43,8 +41,8 @@ from ..types.request_context import (
 from ..types.results import Body, Completion
 from ..types.sampling_params import SamplingParams
 from .adapters import Adapters, ServedAdapter
-from .cache_diagnostics import CAUSES, Explainer, Explanation
-from .conversation.prompt_history import NO_NOTE, PromptLog, PromptNote, Remembered
+from .cache_diagnostics import Explainer, Explanation, MissCauses
+from .conversation.prompt_history import NO_NOTE, PromptLog, PromptNote
 from .end_tokens import end_token_ids
 from .generation import Answer, Generation
 from .preprocess import (
@@ -64,9 +62,6 @@ from .preprocess import (
 )
 from .serving_engine import ServingEngine
 from .sessions import end_refused, in_session
-
-# maximum number of comparisons that wait for the thread; further misses are not counted by cause
-MAX_COMPARISONS = 8
 
 
 class EngineClient:
@@ -98,11 +93,7 @@ class EngineClient:
         self.max_request_seconds: float | None = None
         self._counts_causes = False
         self.prompts = PromptLog()  # recent prompts, to explain later cache misses
-        # number of prompts, by the cause of their cache miss
-        self.causes: dict[str, int] = dict.fromkeys(CAUSES, 0)
-        self._counting: set[asyncio.Task[None]] = set()
-        # A separate thread, so that tokenization does not wait for comparisons.
-        self._comparing = Worker("foretoken-causes")
+        self.miss_causes = MissCauses(self.prompts)
         self.adapters = Adapters()  # replaced by the engine's adapters in `start`
         self._answers: dict[str, Answer] = {}  # answers that were not forgotten yet, by id
         self._room = asyncio.Event()  # set when an answer ends
@@ -201,9 +192,7 @@ class EngineClient:
         self._closed = True
         drain_seconds = await self._finish_calls(drain_seconds)
         self._is_over = True
-        for task in self._counting:
-            task.cancel()
-        self._comparing.close()
+        self.miss_causes.close()
         async with self._starting:
             if self._loading is not None:  # a cancelled `start` left its task running
                 await asyncio.wait({self._loading})
@@ -491,8 +480,8 @@ class EngineClient:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no answer of this client runs or waits."""
-        return not self._answers
+        """Whether no answer of this client runs or waits; ended ones may still be unread."""
+        return all(each.ended for each in self._answers.values())
 
     @property
     def seconds_alone(self) -> float:
@@ -526,39 +515,9 @@ class EngineClient:
                 await self._room.wait()
 
     def _count_cause(self, answer: Answer) -> None:
-        """Count the cause of a prompt's cache miss.
-
-        If it needs a comparison with earlier prompts, that runs in the background.
-        """
         prompt = self.prompts.find(answer.request_id) if self._counts_causes else None
-        if prompt is None or not prompt.usage.completion_tokens or self._closed:
-            return
-        known = self._explainer.known_cause(prompt)
-        if known is not None:
-            self.causes[known] += 1
-            return
-        task = asyncio.create_task(self._count_cause_of(prompt))
-        self._counting.add(task)
-        task.add_done_callback(self._counting.discard)
-
-    async def _count_cause_of(self, prompt: Remembered) -> None:
-        """Count the cause that a comparison with earlier prompts shows.
-
-        A long comparison runs in a thread. If too many comparisons wait for it, nothing is counted.
-        """
-        earlier = self.prompts.earlier(prompt)
-        explain = partial(self._explainer.explain_among, prompt, earlier)
-        if sum(each.num_compared_bytes for each in (prompt, *earlier)) <= APART_BYTES:
-            found = explain()
-        elif self._comparing.num_waiting < MAX_COMPARISONS:
-            found = await asyncio.wrap_future(self._comparing.submit(explain))
-        else:
-            return
-        is_new = found.cause == "first_seen"
-        if is_new and self.prompts.has_in_other_salt(prompt, self.page_size):
-            self.causes["other_salt"] += 1
-        else:
-            self.causes[found.cause] += 1
+        if prompt is not None and prompt.usage.completion_tokens and not self._closed:
+            self.miss_causes.count(prompt, self._explainer, self.page_size)
 
     def _register(
         self, params: SamplingParams, request_id: str | None, *, is_in_call: bool = False

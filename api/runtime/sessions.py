@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 
 from msgspec.structs import replace
@@ -22,6 +23,7 @@ logger = logging.getLogger(__name__)
 ENDS = ("x-session-close", "x-dynamo-session-final")
 """Headers of a session's last request, with "true"; the second one is Dynamo's."""
 LOAD_ERRORS = (QueueFull, DeadlineExceeded, Unavailable)
+END_SECONDS = 0.5  # longest delay of a refusal by the end of its session
 SWITCH = {"true": True, "1": True, "false": False, "0": False}
 
 
@@ -37,11 +39,15 @@ async def end_refused(engine: ServingEngine, cache: CacheOptions, error: BaseExc
     """End the session of a last request that was refused because of the server's load.
 
     The client does not know when there will be room, and may not ask again. An invalid request ends
-    no session: its caller has to correct it and send it again.
+    no session: its caller has to correct it and send it again. A replica that answers late still
+    ends the session.
     """
     if cache.session is not None and cache.ends_session and isinstance(error, LOAD_ERRORS):
         try:
-            await engine.end_session(cache.session)
+            async with asyncio.timeout(END_SECONDS):
+                await engine.end_session(cache.session)
+        except TimeoutError:
+            logger.info("a replica did not confirm the end of a refused request's session")
         except ForetokenError as failure:  # the client must get the error of its request
             logger.warning("the session of a refused request was not ended: %s", failure)
 

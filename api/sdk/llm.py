@@ -19,8 +19,8 @@ from ..runtime.serving_engine import ServingEngine
 from ..types.results import Choice, Completion, Decisions, Embedding, RankedDocument, TextDelta
 from ..types.sampling_params import SamplingParams
 from ..types.verdict import Verdict
-from .async_llm import (
-    AsyncLLM,
+from .async_llm import AsyncLLM
+from .options import (
     EmbedCall,
     ManyCalls,
     ManyChats,

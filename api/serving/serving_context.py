@@ -68,7 +68,7 @@ class Service:
     ) -> None:
         self.llm = llm
         self.metrics = metrics or ServerMetrics()
-        self.metrics.causes = llm.causes
+        self.metrics.causes = llm.miss_causes.counts
         self.metrics.adapters = lambda: llm.adapters
         self.chat = chat_client(llm, settings)
         self.metrics.registry.register(self.chat.next_turns.collector())

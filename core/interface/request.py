@@ -117,7 +117,7 @@ class Usage:
     completion_tokens: Count = 0
     proposed_tokens: Count = 0  # draft tokens that were verified
     accepted_tokens: Count = 0  # draft tokens that are part of the answer
-    verify_steps: Count = 0  # number of steps that yielded tokens
+    verify_steps: Count = 0  # steps that yielded tokens, or numbers of a pooling request
     draft_steps: Count = 0  # number of steps with a draft
     tree_steps: Count = 0  # number of steps whose draft was a tree with more than one path
     accepted_by_source: dict[str, Count] = field(default_factory=dict)

@@ -118,7 +118,7 @@ def acquire_kv(cache: PrefixCache, request: Request) -> KVLease:
         request.tokens,
         namespace=request.namespace,
         limit=cache_limit(request),
-        is_first=is_first and not request.extras.is_ahead,
+        is_first=is_first and not request.extras.is_idle_prefill,
     )
     if is_first:
         request.usage.matched_tokens = lease.num_found_tokens

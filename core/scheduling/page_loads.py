@@ -376,7 +376,7 @@ class PageLoads:
                 request.namespace, request.tokens, request.num_computed
             )
             request.num_tokens_accounted = usage.cached_tokens
-            if not request.extras.is_ahead:
+            if not request.extras.is_idle_prefill:
                 self._cache.num_hits += num_tokens
         ids = set(load.page_ids[: load.num_loaded])
         publish(self._cache, request)

@@ -220,7 +220,7 @@ class RequestTable:
         """
         most = self._limits.max_queued + self._limits.max_running
         num_free = most - len(self._by_id) - pending.num_all
-        if not request.extras.is_ahead:
+        if not request.extras.is_idle_prefill:
             if self._last_tenants not in ((), (request.tenant,)):
                 self._shared_until = self._now + MULTI_TENANT_SECONDS
             self._last_tenants = (request.tenant,)

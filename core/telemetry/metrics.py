@@ -161,7 +161,7 @@ class EngineMetrics:
 
     def observe_arrival(self, request: Request, now: float) -> None:
         """Record an accepted request. This runs in the task of the caller, not of the engine."""
-        if self.observers and not request.extras.is_ahead:
+        if self.observers and not request.extras.is_idle_prefill:
             self._observers.begin(request, now)
 
     def observe_step(
@@ -216,7 +216,7 @@ class EngineMetrics:
 
         Prompts that are computed ahead of their requests are not recorded.
         """
-        if request.extras.is_ahead:
+        if request.extras.is_idle_prefill:
             return
         if delta.token_ids:
             self._observe_tokens(request, len(delta.token_ids), now)

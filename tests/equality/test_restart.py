@@ -16,9 +16,9 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-from foretoken.api.build import kv_tiers
-from foretoken.api.build.components import kept_kv
 from foretoken.api.build.engine_builder import build
+from foretoken.api.build.kv import kept_kv
+from foretoken.api.build.kv import tiers as kv_tiers
 from foretoken.api.types.sampling_params import SamplingParams
 from foretoken.core.config import EngineConfig
 from foretoken.core.errors import InvalidRequest

@@ -8,7 +8,6 @@ api/server/test_supervision.py.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -171,88 +170,72 @@ def hash_engine(fault: Fault) -> Engine:
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_strikes_its_request_alone(name: str) -> None:
+async def test_a_fault_strikes_its_request_alone(name: str) -> None:
     fault = FAULTS[name]
-
-    async def scenario() -> None:
-        engine = hash_engine(fault)
-        requests = {
-            each: make_request(each, PROMPTS[each], **(fault.request if each == BAD else {}))
-            for each in NAMES
-        }
-        readers = await live(engine, requests, fault.act)
-        bad = readers[BAD]
-        if fault.ends is None:
-            assert bad.tokens == answer(PROMPTS[BAD], NUM_TOKENS)
-        else:
-            right = answer(PROMPTS[BAD], NUM_TOKENS)
-            assert bad.tokens == right[: len(bad.tokens)], "what it was told is right"
-            end = bad.end.finish_reason if isinstance(bad.end, Delta) else type(bad.end)
-            assert end is fault.ends
-        for each in set(NAMES) - {BAD}:
-            assert readers[each].tokens == answer(PROMPTS[each], NUM_TOKENS)
-        engine.runner = FakeRunner(4)  # the next one finds a sound engine; it knows no page yet
-        await engine.flush_cache()
-        after = Reader(engine.submit(make_request(BAD, [6, 6], max_tokens=3)))
-        assert (await after.read()).tokens == answer([6, 6], 3)
-        await engine.close()
-        engine.scheduler.audit()
-
-    asyncio.run(scenario())
+    engine = hash_engine(fault)
+    requests = {
+        each: make_request(each, PROMPTS[each], **(fault.request if each == BAD else {}))
+        for each in NAMES
+    }
+    readers = await live(engine, requests, fault.act)
+    bad = readers[BAD]
+    if fault.ends is None:
+        assert bad.tokens == answer(PROMPTS[BAD], NUM_TOKENS)
+    else:
+        right = answer(PROMPTS[BAD], NUM_TOKENS)
+        assert bad.tokens == right[: len(bad.tokens)], "what it was told is right"
+        end = bad.end.finish_reason if isinstance(bad.end, Delta) else type(bad.end)
+        assert end is fault.ends
+    for each in set(NAMES) - {BAD}:
+        assert readers[each].tokens == answer(PROMPTS[each], NUM_TOKENS)
+    engine.runner = FakeRunner(4)  # the next one finds a sound engine; it knows no page yet
+    await engine.flush_cache()
+    after = Reader(engine.submit(make_request(BAD, [6, 6], max_tokens=3)))
+    assert (await after.read()).tokens == answer([6, 6], 3)
+    await engine.close()
+    engine.scheduler.audit()
 
 
-def test_exhausted_kv_preempts_and_does_not_play_ping_pong() -> None:
-    async def scenario() -> None:
-        engine = hash_engine(Fault(scheduler={"num_pages": 14}))
-        requests = {name: make_request(name, PROMPTS[name], max_tokens=40) for name in NAMES}
-        for name, reader in (await live(engine, requests, no_act)).items():
-            assert reader.tokens == answer(PROMPTS[name], 40)
-        assert 0 < engine.scheduler.num_preemptions <= 2 * len(NAMES)
-        await engine.close()
-
-    asyncio.run(scenario())
+async def test_exhausted_kv_preempts_and_does_not_play_ping_pong() -> None:
+    engine = hash_engine(Fault(scheduler={"num_pages": 14}))
+    requests = {name: make_request(name, PROMPTS[name], max_tokens=40) for name in NAMES}
+    for name, reader in (await live(engine, requests, no_act)).items():
+        assert reader.tokens == answer(PROMPTS[name], 40)
+    assert 0 < engine.scheduler.num_preemptions <= 2 * len(NAMES)
+    await engine.close()
 
 
-def test_a_prompt_larger_than_the_pool_is_refused_before_anything_is_done() -> None:
-    async def scenario() -> None:
-        engine = hash_engine(Fault(scheduler={"num_pages": 4}))
-        await engine.start()
-        with pytest.raises(InvalidRequest):
-            engine.submit(make_request(BAD, [1] * 16))
-        assert engine.scheduler.num_requests == 0
-        await engine.close()
-
-    asyncio.run(scenario())
+async def test_a_prompt_larger_than_the_pool_is_refused_before_anything_is_done() -> None:
+    engine = hash_engine(Fault(scheduler={"num_pages": 4}))
+    await engine.start()
+    with pytest.raises(InvalidRequest):
+        engine.submit(make_request(BAD, [1] * 16))
+    assert engine.scheduler.num_requests == 0
+    await engine.close()
 
 
-def test_the_same_id_again_right_after_an_abort_is_another_request() -> None:
-    async def scenario() -> None:
-        engine = hash_engine(Fault())
-        await engine.start()
-        for _ in range(3):
-            first = Reader(engine.submit(make_request(BAD, PROMPTS[BAD], max_tokens=50)))
-            engine.abort(BAD)
-            await first.read()
-            again = Reader(engine.submit(make_request(BAD, [5, 4], max_tokens=NUM_TOKENS)))
-            assert (await again.read()).tokens == answer([5, 4], NUM_TOKENS)
-            assert (first.num_ends, again.num_ends) == (1, 1)
-        assert (await engine.audit())["ok"]
-        await engine.close()
-
-    asyncio.run(scenario())
+async def test_the_same_id_again_right_after_an_abort_is_another_request() -> None:
+    engine = hash_engine(Fault())
+    await engine.start()
+    for _ in range(3):
+        first = Reader(engine.submit(make_request(BAD, PROMPTS[BAD], max_tokens=50)))
+        engine.abort(BAD)
+        await first.read()
+        again = Reader(engine.submit(make_request(BAD, [5, 4], max_tokens=NUM_TOKENS)))
+        assert (await again.read()).tokens == answer([5, 4], NUM_TOKENS)
+        assert (first.num_ends, again.num_ends) == (1, 1)
+    assert (await engine.audit())["ok"]
+    await engine.close()
 
 
-def test_a_reader_that_never_reads_costs_one_slot_and_nobody_anything() -> None:
-    async def scenario() -> None:
-        engine = hash_engine(Fault())
-        await engine.start()
-        idle = Reader(engine.submit(make_request(BAD, PROMPTS[BAD], max_tokens=100)))
-        for _ in range(3):
-            reader = Reader(engine.submit(make_request("one", PROMPTS["one"], max_tokens=100)))
-            assert (await reader.read()).tokens == answer(PROMPTS["one"], 100)
-        assert idle.stream.ended
-        assert (await engine.audit())["requests"] == {"running": 0, "waiting": 0}
-        assert (await idle.read()).tokens == answer(PROMPTS[BAD], 100)
-        await engine.close()
-
-    asyncio.run(scenario())
+async def test_a_reader_that_never_reads_costs_one_slot_and_nobody_anything() -> None:
+    engine = hash_engine(Fault())
+    await engine.start()
+    idle = Reader(engine.submit(make_request(BAD, PROMPTS[BAD], max_tokens=100)))
+    for _ in range(3):
+        reader = Reader(engine.submit(make_request("one", PROMPTS["one"], max_tokens=100)))
+        assert (await reader.read()).tokens == answer(PROMPTS["one"], 100)
+    assert idle.stream.ended
+    assert (await engine.audit())["requests"] == {"running": 0, "waiting": 0}
+    assert (await idle.read()).tokens == answer(PROMPTS[BAD], 100)
+    await engine.close()

@@ -66,11 +66,10 @@ class RandomTrees(FixedDepth):
         answers: dict[str, list[int]],
         *,
         depth: int = 6,
-        num_paths: int = 4,
         vocab_size: int = 257,
     ) -> None:
         super().__init__(depth)
-        self._answers, self._num_paths, self._rng = answers, num_paths, random.Random(3)
+        self._answers, self._rng = answers, random.Random(3)
         self._vocab_size = vocab_size
 
     def plan(
@@ -83,7 +82,7 @@ class RandomTrees(FixedDepth):
         right = self._answers[request.request_id][request.num_output :][: min(limit, self.depth)]
         if not right:
             return DraftPlan()
-        paths = random_paths(self._rng, right, self._num_paths, self._vocab_size)
+        paths = random_paths(self._rng, right, 4, self._vocab_size)
         return DraftPlan(tree_of(paths).first_nodes(share))
 
 

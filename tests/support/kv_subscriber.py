@@ -94,10 +94,10 @@ class KVSubscriber:
             assert time.monotonic() < deadline, "the page was not published"
             self.receive()
 
-    def wait_for_pages(self, num_pages: int, medium: str = "GPU") -> None:
-        """Receive until a medium keeps at least so many."""
+    def wait_for_pages(self, num_pages: int) -> None:
+        """Receive until the GPU keeps at least so many."""
         deadline = time.monotonic() + SECONDS
-        while len(self.texts(medium)) < num_pages:
+        while len(self.texts()) < num_pages:
             assert time.monotonic() < deadline, "the pages were not published"
             self.receive()
 

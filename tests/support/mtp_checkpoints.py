@@ -20,10 +20,10 @@ BEHIND = f"model.layers.{NUM_LAYERS}."  # prefix of its tensors
 SHARED = ("embed_tokens.weight", "shared_head.head.weight")  # copies of the model's
 
 
-def save_mtp(folder: Path, model_type: str = "glm4_moe", *, seed: int = 0, **more: Any) -> Path:
+def save_mtp(folder: Path, model_type: str = "glm4_moe", **more: Any) -> Path:
     """A checkpoint as the hub has GLM-4.5: the layer lies behind the last one."""
     save_tiny(folder, model_type, num_nextn_predict_layers=1, **more)
-    add_tensors(folder, random_layer(tensors_of(folder), seed))
+    add_tensors(folder, random_layer(tensors_of(folder)))
     return folder
 
 
@@ -44,9 +44,9 @@ def add_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
     save_file(tensors_of(folder) | tensors, folder / "model.safetensors", {"format": "pt"})
 
 
-def random_layer(model: dict[str, Tensor], seed: int = 0) -> dict[str, Tensor]:
+def random_layer(model: dict[str, Tensor]) -> dict[str, Tensor]:
     """A layer of the shapes of the last one, and what joins its inputs."""
-    generator = torch.Generator().manual_seed(100 + seed)
+    generator = torch.Generator().manual_seed(100)
     made = copied_layer(model)
     for name, tensor in made.items():
         if name.endswith(SHARED):

@@ -225,13 +225,13 @@ FORMATS: dict[str, tuple[dict[str, Any], Draw]] = {
 }
 
 
-def quantize_checkpoint(folder: Path, name: str, *, seed: int = 0) -> dict[str, Tensor]:
+def quantize_checkpoint(folder: Path, name: str) -> dict[str, Tensor]:
     """Quantise the matrices of a folder's layers in place; the plain weights that result.
 
     Of these the matrices are float32, rounded once from float64.
     """
     config, draw_matrix = FORMATS[name]
-    draw = torch.Generator().manual_seed(seed)
+    draw = torch.Generator().manual_seed(0)
     tensors = load_file(folder / "model.safetensors")
     stored: dict[str, Tensor] = {}
     for tensor_name, tensor in tensors.items():

@@ -145,7 +145,7 @@ def submit() -> Submit:
         prediction=ids_form([7, 8]), pooling=Pooling((5, 6)), tenant="key-0",
         cache=CacheOptions(**CACHE),  # type: ignore[arg-type]
         deadline=2.5, num_prompt_logprobs=2, images=(IMAGE,), adapter=3,
-        is_ahead=True, hands_over=True, transfer=b"{}",
+        is_idle_prefill=True, hands_over=True, transfer=b"{}",
     )  # fmt: skip
 
 

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple, Protocol, TextIO
 from ....core.interface.request import Usage
 from ....core.telemetry.spec_decode_stats import by_source
 from ...runtime.chat import ChatClient
-from ...sdk.async_llm import AsyncLLM, ChatOptions
+from ...sdk.async_llm import AsyncLLM
+from ...sdk.options import ChatOptions
 from ...types.results import TextDelta
 from ...types.sampling_params import SamplingParams
 

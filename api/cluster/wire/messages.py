@@ -158,7 +158,7 @@ class Submit(_Message, tag="submit", frozen=True, kw_only=True):
     num_prompt_logprobs: Count = 0  # number of prompt log-probabilities sent already
     images: tuple[PromptImage, ...] = ()
     adapter: Count | None = None  # number in the adapter's `LoadAdapter`
-    is_ahead: bool = False  # the prompt is computed before a request asks for it
+    is_idle_prefill: bool = False  # the prompt is computed before a request asks for it
     hands_over: bool = False  # only the prompt is computed, for another replica
     transfer: bytes | None = None  # `Step.handed` of the replica that computed its prompt
 
@@ -453,7 +453,7 @@ def submit_of(request: Request, *, elapsed: float = 0.0) -> Submit:
         num_prompt_logprobs=request.num_prompt_logprobs,
         images=request.extras.images,
         adapter=None if adapter is None else adapter.number,
-        is_ahead=request.extras.is_ahead,
+        is_idle_prefill=request.extras.is_idle_prefill,
     )
 
 
@@ -542,6 +542,6 @@ def request_of(
     request.tenant = submit.tenant  # the front identified the tenant by its API key
     request.deadline = submit.deadline
     request.num_prompt_logprobs = submit.num_prompt_logprobs
-    if submit.is_ahead:
-        request.extras = msgspec.structs.replace(request.extras, is_ahead=True)
+    if submit.is_idle_prefill:
+        request.extras = msgspec.structs.replace(request.extras, is_idle_prefill=True)
     return request

@@ -17,7 +17,7 @@ from itertools import islice
 from typing import Any
 
 from ....core.errors import InvalidRequest
-from ...parsing.formats.harmony import HARMONY_THINK, marked_call, without_calls
+from ...parsing.formats.harmony import marked_call, without_calls
 from ...parsing.output_format import Syntax
 from ...parsing.output_parser import (
     CallArguments,
@@ -27,13 +27,13 @@ from ...parsing.output_parser import (
     PlainParser,
     Reasoning,
 )
-from ...parsing.reasoning import Thinking
 from ...text.detokenizer import Detokenizer
 from ...text.tokenizer import Tokenizer
 from ...types.request_context import owner_of, random_id
 from ...types.results import Tool
 from ...types.sampling_params import SamplingParams
 from ..preprocess import PromptTokens
+from .answer_match import AnswerMatch, match_answer, openings
 from .chat_input import ChatInput, Handle, splice_mark
 from .shield import NO_SHIELD, Shield
 from .token_history import Key, PrefixDigest, TokenHistory, message_digest
@@ -258,7 +258,7 @@ class Splicer:
         if not self._looks:
             return None
         for text in texts:
-            for opening in _openings(self._shield.plain(text), self._model.syntax.thinking):
+            for opening in openings(self._shield.plain(text), self._model.syntax.thinking):
                 for has_space in (True, False):
                     if (taken := self._at(slot, text, opening, has_space=has_space)) is not None:
                         return taken
@@ -484,94 +484,6 @@ def _without(slots: Sequence[Slot], failed: Slot, *, most: bool) -> list[Slot]:
     if failed.handle is not None:
         return [slot for slot in slots if slot is not failed]
     return [slot for slot in slots if slot.handle is not None or slot.has_calls != failed.has_calls]
-
-
-@dataclass(frozen=True, slots=True)
-class AnswerMatch:
-    """Match between an answer and the text that the template rendered for it."""
-
-    start: int = 0  # index of the first character of the answer that the template keeps
-    opening: str = ""  # end of the prompt, which the template renders as part of the message
-
-
-def match_answer(
-    written: str, raw: str, message: Mapping[str, Any], thinking: Thinking | None
-) -> AnswerMatch | None:
-    """Return how the rendered text of an answer matches its generated text; None if they differ.
-
-    White space is ignored, since templates trim it. Calls are not compared, since templates render
-    them in their own form.
-    """
-    if written == raw:
-        return AnswerMatch()
-    shown, said = _squashed(written), _squashed(raw)
-    if shown == said:
-        return AnswerMatch()
-    if message.get("tool_calls"):
-        return _match_calls(written, raw, message, thinking)
-    if said.endswith(shown):
-        return AnswerMatch(_suffix(raw, len(shown)))
-    if said and shown.endswith(said):
-        return AnswerMatch(opening=_opening(written, raw, len(said)))
-    return None
-
-
-def _match_calls(
-    written: str, raw: str, message: Mapping[str, Any], thinking: Thinking | None
-) -> AnswerMatch | None:
-    if _squashed(message.get("content") or "") not in _squashed(written):
-        return None
-    end = raw.find(thinking.end) if thinking is not None else -1
-    if thinking is None or end < 0:
-        return AnswerMatch()
-    if thinking is HARMONY_THINK and not raw.startswith(thinking.begin):
-        # Harmony also ends text before a call with this delimiter; its prompts open no reasoning.
-        return AnswerMatch()
-    if thinking.end not in written:
-        rest = raw[end + len(thinking.end) :]
-        return AnswerMatch(len(raw) - len(rest.lstrip("\n")))
-    begin = thinking.begin + thinking.label
-    if raw.lstrip().startswith(begin):
-        return AnswerMatch()
-    opened = written[: written.find(begin) + len(begin)]
-    breaks = written[len(opened) :]
-    return AnswerMatch(opening=opened + breaks[: len(breaks) - len(breaks.lstrip("\n"))])
-
-
-def _squashed(text: str) -> str:
-    return "".join(text.split())
-
-
-def _suffix(text: str, count: int) -> int:
-    """Return the index at which the last ``count`` non-space characters begin."""
-    at = len(text)
-    while count:
-        at -= 1
-        count -= not text[at].isspace()
-    return at
-
-
-def _opening(written: str, raw: str, count: int) -> str:
-    """Return the rendered text before an answer, which is its last ``count`` non-space characters.
-
-    White space with which the answer itself begins is left out.
-    """
-    opening = written[: _suffix(written, count)]
-    space = raw[: len(raw) - len(raw.lstrip())]
-    return opening.removesuffix(space) if space else opening
-
-
-def _openings(written: str, thinking: Thinking | None) -> list[str]:
-    """Return the texts with which the prompt of an answer may have ended, after earlier messages.
-
-    They are "" and, if the rendered message begins with reasoning, its opening delimiter.
-    """
-    if thinking is None or not written.startswith(thinking.begin):
-        return [""]
-    begin = thinking.begin + thinking.label
-    breaks = written[len(begin) :]
-    spaced = begin + breaks[: len(breaks) - len(breaks.lstrip("\n"))]
-    return ["", begin] if spaced == begin else ["", spaced, begin]
 
 
 def _called_tools(message: Mapping[str, Any]) -> list[Tool]:

@@ -179,18 +179,16 @@ def _tokens(reader: ImageReader, tokenizer: Tokenizer) -> ImageTokens | None:
     return reader.tokens(lambda each: tokenizer.decode([each], skip_special_tokens=False))
 
 
-async def see(
-    chat: ChatInput, reader: ImageReader | None, tokenizer: Tokenizer, *, reason: str = ""
-) -> SeenImages:
+async def see(chat: ChatInput, reader: ImageReader | None, tokenizer: Tokenizer) -> SeenImages:
     """Read the images of a conversation.
 
-    ``reader``: None if images are not supported; ``reason``: the reason, for the error. Raises
-    `QueueFull`, and `InvalidRequest`, which names the first image that cannot be served.
+    ``reader``: None if images are not supported. Raises `QueueFull`, and `InvalidRequest`, which
+    names the first image that cannot be served.
     """
     if not chat.images:
         return NO_IMAGES
     if reader is None:
-        raise chat.images[0].refusal(reason or "the model does not support images")
+        raise chat.images[0].refusal("the model does not support images")
     tokens = _tokens(reader, tokenizer)
     if reader.token_id is None or tokens is None:
         raise chat.images[0].refusal("the model's files do not define an image token")

@@ -284,7 +284,7 @@ class IdlePrefill:
         ends = self._llm.built.eos_token_ids
         request = make_request(f"idle-{random_id()}", prepared, seed=0, eos_token_ids=ends)
         request.tenant = None  # idle time is charged to no tenant
-        request.extras = msgspec.structs.replace(request.extras, is_ahead=True)
+        request.extras = msgspec.structs.replace(request.extras, is_idle_prefill=True)
         return request
 
 

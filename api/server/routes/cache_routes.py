@@ -45,7 +45,7 @@ class CacheRoutes(Endpoints):
         salt = request.query_params.get("cache_salt")
         _check_salt(salt)
         llm = self.service.llm
-        return JsonResponse({**await llm.engine.cache_info(salt), "causes": llm.causes})
+        return JsonResponse({**await llm.engine.cache_info(salt), "causes": llm.miss_causes.counts})
 
     @post(
         "/cache/flush",

@@ -157,7 +157,7 @@ class Dashboard(Endpoints):
             defaults = llm.built.sampling_defaults
             about = {"time": now, "model": self.service.model, "sampling": defaults.in_force}
             about["sampling_origin"] = defaults.origin
-            about["causes"] = llm.causes
+            about["causes"] = llm.miss_causes.counts
             body = {**about, **await llm.engine.overview(watched.finished)}
             self._latest = (now, event(body))
         return self._latest[1]

@@ -123,11 +123,14 @@ class _Connection:
         self._waiting.pop(lane, None)
 
     def _cancel(self, event: Cancel) -> None:
-        """Cancel a running response, or one that waits for its lane. Raises `ApiError` 404."""
+        """Cancel a running response, or one that waits for its lane. Raises `ApiError` 404.
+
+        Without an id, the first response of the lane that is not ending already is cancelled.
+        """
         waiting = (turn for queue in self._waiting.values() for turn in queue)
         for turn in (*self._running.values(), *waiting):  # the running one of a lane comes first
             if event.response_id is None:
-                is_meant = turn.lane == event.lane
+                is_meant = turn.lane == event.lane and not turn.is_ending
             else:
                 is_meant = turn.response_id == event.response_id
             if is_meant:

@@ -48,6 +48,11 @@ class Turn:
         self._status, self._error = 0, bytearray()
         self._headers: dict[str, str] = {}  # headers of the HTTP answer to repeat in error events
 
+    @property
+    def is_ending(self) -> bool:
+        """Whether the response was cancelled, or its last event was sent."""
+        return self._is_cancelled or self.has_ended
+
     def cancel(self) -> None:
         """End the response. The client gets a last event."""
         self._is_cancelled = self._scope["state"][CANCELLED] = True

@@ -19,7 +19,6 @@ _PART = re.compile(
 )
 _IN_SET = re.compile(r"\\[xupP]\{[^}]*\}|\\.|\[:\^?\w+:\]|.", re.DOTALL)
 _DOUBLE = "&-~"  # doubled, each is an operator in a Rust character set
-_META = frozenset(r"\.+*?()|[]{}^$")
 _NOT_BLANK = frozenset((r"\s*$", r"^\s*$", r"\s*\Z"))
 _NOT_EMPTY = frozenset(("$", "^$"))
 

@@ -27,7 +27,7 @@ class RequestExtras(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     kv_budget: int = 0
 
     # Whether the prompt is computed before a request asks for it, so that no statistics count it.
-    is_ahead: bool = False
+    is_idle_prefill: bool = False
 
 
 PLAIN_REQUEST = RequestExtras()

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from foretoken import LLM, SamplingParams
 from foretoken.api.build.drafts import parse_draft
-from foretoken.api.build.kv_pools import count_pages, make_pools
+from foretoken.api.build.kv.pools import count_pages, make_pools
 from foretoken.api.build.model_files import BUILTIN
 from foretoken.core.config import EngineConfig
 from foretoken.core.errors import InvalidRequest, ModelLoadError

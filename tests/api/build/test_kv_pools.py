@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from foretoken.api.build import kv_pools, memory
+from foretoken.api.build import memory
 from foretoken.api.build.engine_builder import build
-from foretoken.api.build.kv_pools import (
+from foretoken.api.build.kv import pools as kv_pools
+from foretoken.api.build.kv.pools import (
     LEAST_TOKENS,
     StateCounts,
     count_pages,

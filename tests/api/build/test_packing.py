@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from foretoken.api.build.packing import keep_policy_of
+from foretoken.api.build.kv.packing import keep_policy_of
 from foretoken.api.cli.commands import main
 from foretoken.core.config import EngineConfig
 from foretoken.core.errors import InvalidRequest

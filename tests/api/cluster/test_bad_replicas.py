@@ -57,69 +57,57 @@ LIES: dict[str, FromReplica] = {
 
 
 @pytest.mark.parametrize("reason", LIES)
-def test_a_replica_that_lies_is_dropped_in_one_line(
+async def test_a_replica_that_lies_is_dropped_in_one_line(
     reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def body() -> None:
-        async with front_of(2, route=Route.EVEN) as front, replicas_of(front, 2) as (first, second):
-            stream = front.submit(request())
-            await first.submitted()
-            first.send(LIES[reason])
-            assert reason in await first.refusal()
-            assert (await second.submitted()).output == b""
-            second.finish("r", 10)
-            assert (await read(stream)).token_ids == [10]
-            assert b'replicas_lost_total{cause="wrong"} 1.0' in front.metrics.render()[0]
-            (line,) = warnings(caplog)
-            assert reason in line
-
-    run(body())
+    async with front_of(2, route=Route.EVEN) as front, replicas_of(front, 2) as (first, second):
+        stream = front.submit(request())
+        await first.submitted()
+        first.send(LIES[reason])
+        assert reason in await first.refusal()
+        assert (await second.submitted()).output == b""
+        second.finish("r", 10)
+        assert (await read(stream)).token_ids == [10]
+        assert b'replicas_lost_total{cause="wrong"} 1.0' in front.metrics.render()[0]
+        (line,) = warnings(caplog)
+        assert reason in line
 
 
-def test_all_that_an_engine_may_send_is_taken() -> None:
-    async def body() -> None:
-        async with front_of() as front, replicas_of(front) as (replica,):
-            stream = front.submit(request())
-            replica.send(Step(load=LOAD, pages=[PageNews(True, MANY_KEYS[: 64 * 8])]))
-            replica.finish("r", *[99] * 8)
-            assert (await read(stream)).token_ids == [99] * 8
-            assert len(front.describe()) == 1
-
-    run(body())
+async def test_all_that_an_engine_may_send_is_taken() -> None:
+    async with front_of() as front, replicas_of(front) as (replica,):
+        stream = front.submit(request())
+        replica.send(Step(load=LOAD, pages=[PageNews(True, MANY_KEYS[: 64 * 8])]))
+        replica.finish("r", *[99] * 8)
+        assert (await read(stream)).token_ids == [99] * 8
+        assert len(front.describe()) == 1
 
 
-def test_tokens_without_the_log_probabilities_that_were_asked_for_are_a_lie() -> None:
-    async def body() -> None:
-        async with front_of() as front, replicas_of(front) as (replica,):
-            front.submit(request(logprobs=0))
-            replica.say("r", 10)
-            assert "do not match its tokens" in await replica.refusal()
-
-    run(body())
+async def test_tokens_without_the_log_probabilities_that_were_asked_for_are_a_lie() -> None:
+    async with front_of() as front, replicas_of(front) as (replica,):
+        front.submit(request(logprobs=0))
+        replica.say("r", 10)
+        assert "do not match its tokens" in await replica.refusal()
 
 
 @pytest.mark.parametrize(
     "garbage", [b"", b"\xc1", b"\x81\xa4type\xa4step", msgspec.msgpack.encode({"type": "step"})]
 )
 @pytest.mark.parametrize("has_joined", [True, False])
-def test_bytes_that_are_no_message_end_their_sender_alone(
+async def test_bytes_that_are_no_message_end_their_sender_alone(
     garbage: bytes, has_joined: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def body() -> None:
-        async with front_of(1) as front, replicas_of(front) as (sound,):
-            bad = ScriptedReplica(front)
-            if has_joined:
-                await bad.join()
-            bad.send_bytes(garbage)
-            assert await bad.refusal()
-            bad.die()
-            stream = front.submit(request())
-            await sound.submitted()
-            sound.finish("r", 10)
-            assert (await read(stream)).token_ids == [10]
-            assert len(warnings(caplog)) == 1
-
-    run(body())
+    async with front_of(1) as front, replicas_of(front) as (sound,):
+        bad = ScriptedReplica(front)
+        if has_joined:
+            await bad.join()
+        bad.send_bytes(garbage)
+        assert await bad.refusal()
+        bad.die()
+        stream = front.submit(request())
+        await sound.submitted()
+        sound.finish("r", 10)
+        assert (await read(stream)).token_ids == [10]
+        assert len(warnings(caplog)) == 1
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -134,24 +122,21 @@ FLOODS: dict[str, FromReplica] = {
 
 
 @pytest.mark.parametrize(("reason", "message"), FLOODS.items(), ids=["messages", "bytes"])
-def test_a_flood_ends_its_sender(
+async def test_a_flood_ends_its_sender(
     reason: str, message: FromReplica, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def body() -> None:
-        async with (
-            front_of(2, clock=lambda: 1.0) as front,
-            replicas_of(front, 2) as (first, second),
-        ):
-            stream = front.submit(request())
-            await first.submitted()
-            assert reason in await flood(first, message)
-            await second.submitted()
-            second.finish("r", 10)
-            assert (await read(stream)).token_ids == [10]
-            (line,) = warnings(caplog)
-            assert "is lost" in line
-
-    run(body())
+    async with (
+        front_of(2, clock=lambda: 1.0) as front,
+        replicas_of(front, 2) as (first, second),
+    ):
+        stream = front.submit(request())
+        await first.submitted()
+        assert reason in await flood(first, message)
+        await second.submitted()
+        second.finish("r", 10)
+        assert (await read(stream)).token_ids == [10]
+        (line,) = warnings(caplog)
+        assert "is lost" in line
 
 
 async def flood(replica: ScriptedReplica, message: FromReplica) -> str:
@@ -163,26 +148,22 @@ async def flood(replica: ScriptedReplica, message: FromReplica) -> str:
     return refusal.result()
 
 
-def test_a_flood_that_goes_on_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_flood_that_goes_on_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """The front drops what comes after its farewell unread, and closes the connection."""
     monkeypatch.setattr(transport, "PARTING_SECONDS", 0.05)
-
-    async def body() -> None:
-        async with (
-            front_of(2, clock=lambda: 1.0) as front,
-            replicas_of(front, 2) as (first, second),
-        ):
-            await flood(first, FLOODS["messages per second"])
-            cut = asyncio.create_task(closed(first))
-            while not cut.done():
-                first.socket._link.send((encode(Beat()),))
-                await asyncio.sleep(0)
-            stream = front.submit(request())
-            await second.submitted()
-            second.finish("r", 10)
-            assert (await read(stream)).token_ids == [10]
-
-    run(body())
+    async with (
+        front_of(2, clock=lambda: 1.0) as front,
+        replicas_of(front, 2) as (first, second),
+    ):
+        await flood(first, FLOODS["messages per second"])
+        cut = asyncio.create_task(closed(first))
+        while not cut.done():
+            first.socket._link.send((encode(Beat()),))
+            await asyncio.sleep(0)
+        stream = front.submit(request())
+        await second.submitted()
+        second.finish("r", 10)
+        assert (await read(stream)).token_ids == [10]
 
 
 async def closed(replica: ScriptedReplica) -> None:
@@ -230,28 +211,22 @@ def test_a_refusal_that_is_repeated_is_logged_once(caplog: pytest.LogCaptureFixt
 
 
 @pytest.mark.parametrize("result", [b"{}", None, b"no json"], ids=["text", "nothing", "no json"])
-def test_an_answer_of_another_kind_ends_its_sender(result: Any) -> None:
-    async def body() -> None:
-        async with front_of(2) as front, replicas_of(front, 2) as (first, second):
-            is_number = result != b"no json"
-            asking: Callable[[], Any] = front.flush_cache if is_number else front.cache_info
-            task = asyncio.create_task(asking())
-            await first.answer(result)
-            await second.answer(2 if is_number else {"total_pages": 3})
-            answer = await task
-            assert (answer if is_number else answer["total_pages"]) == (2 if is_number else 3)
-            assert len(front.describe()) == 1
-
-    run(body())
+async def test_an_answer_of_another_kind_ends_its_sender(result: Any) -> None:
+    async with front_of(2) as front, replicas_of(front, 2) as (first, second):
+        is_number = result != b"no json"
+        asking: Callable[[], Any] = front.flush_cache if is_number else front.cache_info
+        task = asyncio.create_task(asking())
+        await first.answer(result)
+        await second.answer(2 if is_number else {"total_pages": 3})
+        answer = await task
+        assert (answer if is_number else answer["total_pages"]) == (2 if is_number else 3)
+        assert len(front.describe()) == 1
 
 
-def test_an_error_that_a_call_answers_is_raised_here() -> None:
-    async def body() -> None:
-        async with front_of() as front, replicas_of(front) as (replica,):
-            task = asyncio.create_task(front.flush_prefix(array("q", [1])))
-            await replica.answer_error(InvalidRequest("no page", param="prefix"))
-            with pytest.raises(InvalidRequest, match="no page"):
-                await task
-            assert len(front.describe()) == 1
-
-    run(body())
+async def test_an_error_that_a_call_answers_is_raised_here() -> None:
+    async with front_of() as front, replicas_of(front) as (replica,):
+        task = asyncio.create_task(front.flush_prefix(array("q", [1])))
+        await replica.answer_error(InvalidRequest("no page", param="prefix"))
+        with pytest.raises(InvalidRequest, match="no page"):
+            await task
+        assert len(front.describe()) == 1

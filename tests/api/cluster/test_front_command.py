@@ -121,64 +121,54 @@ def folder(byte_level_folder: Path, tmp_path_factory: pytest.TempPathFactory) ->
     return copy
 
 
-def test_texts_and_structured_answers_are_made_here(folder: Path) -> None:
-    async def body() -> None:
-        async with client_of(folder) as (llm, replica):
-            assert (llm.built.name, llm.built.path) == ("tiny/model", folder)
-            assert [each["number"] for each in llm.replicas()["replicas"]] == [1]
-            ids = llm.tokenizer.encode_word("Hello there")
-            params = SamplingParams(max_tokens=20, stop=("the",), n=2, regex="H.*")
-            asking = asyncio.create_task(llm.open("Hello", params))
-            sent = [await replica.submitted(), await replica.submitted()]
-            assert sent[0].seed != sent[1].seed
-            answer = await asking
-            for each in sent:
-                for token_id in ids[:-1]:
-                    replica.say(each.request_id, token_id)
-                replica.finish(each.request_id, ids[-1])
-            done = await llm.finish(answer)
-            assert [each.text for each in done.choices] == ["Hello ", "Hello "]
-
-    run(body())
+async def test_texts_and_structured_answers_are_made_here(folder: Path) -> None:
+    async with client_of(folder) as (llm, replica):
+        assert (llm.built.name, llm.built.path) == ("tiny/model", folder)
+        assert [each["number"] for each in llm.replicas()["replicas"]] == [1]
+        ids = llm.tokenizer.encode_word("Hello there")
+        params = SamplingParams(max_tokens=20, stop=("the",), n=2, regex="H.*")
+        asking = asyncio.create_task(llm.open("Hello", params))
+        sent = [await replica.submitted(), await replica.submitted()]
+        assert sent[0].seed != sent[1].seed
+        answer = await asking
+        for each in sent:
+            for token_id in ids[:-1]:
+                replica.say(each.request_id, token_id)
+            replica.finish(each.request_id, ids[-1])
+        done = await llm.finish(answer)
+        assert [each.text for each in done.choices] == ["Hello ", "Hello "]
 
 
-def test_a_front_with_another_tokenizer_than_its_replica_does_not_start(
+async def test_a_front_with_another_tokenizer_than_its_replica_does_not_start(
     folder: Path,
 ) -> None:
-    async def body() -> None:
-        with pytest.raises(InvalidRequest, match="different tokenizers"):
-            async with client_of(folder, tokenizer="other"):
-                raise AssertionError("it started")
-
-    run(body())
+    with pytest.raises(InvalidRequest, match="different tokenizers"):
+        async with client_of(folder, tokenizer="other"):
+            raise AssertionError("it started")
 
 
-def test_prompts_that_are_put_into_the_cache_first_wait_for_all_replicas(folder: Path) -> None:
-    async def body() -> None:
-        async with client_of(folder, wanted=2) as (llm, replica):
-            warming = asyncio.create_task(prewarm(llm, ChatClient(llm), [Warm(prompt="Hello")]))
-            await asyncio.sleep(0)
-            assert not warming.done()
-            assert llm._replicas is not None
-            other = ScriptedReplica(llm._replicas)
-            other.send(replica.hello)
-            request_id = (await replica.submitted()).request_id
-            replica.finish(request_id, finish_reason=FinishReason.LENGTH)
-            await warming
-            other.die()
+async def test_prompts_that_are_put_into_the_cache_first_wait_for_all_replicas(
+    folder: Path,
+) -> None:
+    async with client_of(folder, wanted=2) as (llm, replica):
+        warming = asyncio.create_task(prewarm(llm, ChatClient(llm), [Warm(prompt="Hello")]))
+        await asyncio.sleep(0)
+        assert not warming.done()
+        assert llm._replicas is not None
+        other = ScriptedReplica(llm._replicas)
+        other.send(replica.hello)
+        request_id = (await replica.submitted()).request_id
+        replica.finish(request_id, finish_reason=FinishReason.LENGTH)
+        await warming
+        other.die()
 
-    run(body())
 
-
-def test_a_front_that_ends_waits_for_no_replica(folder: Path) -> None:
-    async def body() -> None:
-        async with client_of(folder, wanted=2) as (llm, _replica):
-            warming = asyncio.create_task(prewarm(llm, ChatClient(llm), [Warm(prompt="Hello")]))
-            await asyncio.sleep(0)
-            await llm.close()
-            assert await warming == 0
-
-    run(body())
+async def test_a_front_that_ends_waits_for_no_replica(folder: Path) -> None:
+    async with client_of(folder, wanted=2) as (llm, _replica):
+        warming = asyncio.create_task(prewarm(llm, ChatClient(llm), [Warm(prompt="Hello")]))
+        await asyncio.sleep(0)
+        await llm.close()
+        assert await warming == 0
 
 
 class Scripted:

@@ -18,7 +18,7 @@ from foretoken.core.interface.request import FinishReason, Usage
 from foretoken.core.interface.sampling import Pooling
 from support.embedders import TinyModel, tiny_config, write_embedder
 from support.hand_front import HandFront, Heard, MemoryLink, submit
-from support.scripted_replica import front_of, read, replicas_of, request, run
+from support.scripted_replica import front_of, read, replicas_of, request
 
 VECTOR = array("f", [0.5] * 64)
 PARAMS = SamplingParams(speculation="off")
@@ -27,47 +27,40 @@ PARAMS = SamplingParams(speculation="off")
 @pytest.mark.parametrize(("pooling", "numbers"), [
     (Pooling(), VECTOR), (Pooling((7, 8)), array("f", [1.5, -2.0])),
 ])  # fmt: skip
-def test_a_front_gets_the_numbers_of_a_replica(pooling: Pooling, numbers: array[float]) -> None:
-    async def body() -> None:
-        async with front_of() as front, replicas_of(front) as (replica,):
-            wanted = request(pooling=pooling, max_tokens=None)
-            stream = front.submit(wanted)
-            sent = await replica.submitted()
-            assert (sent.pooling, wanted.max_len) == (pooling, 3)
-            usage = Usage(cached_tokens=2, queue_time=0.25)
-            replica.finish("r", pooled=numbers, finish_reason=FinishReason.STOP, usage=usage)
-            answer = await read(stream)
-            assert (answer.pooled, answer.token_ids) == (numbers, [])
-            assert (wanted.usage.cached_tokens, wanted.usage.completion_tokens) == (2, 0)
-
-    run(body())
-
-
-def test_a_front_gets_the_end_of_a_request_for_no_tokens() -> None:
-    async def body() -> None:
-        async with front_of() as front, replicas_of(front, max_model_len=3) as (replica,):
-            wanted = request(prompt_only=True)
-            stream = front.submit(wanted)
-            sent = await replica.submitted()
-            assert (sent.params["max_tokens"], wanted.max_len) == (0, 3)
-            replica.finish("r", finish_reason=FinishReason.LENGTH, usage=Usage(cached_tokens=2))
-            answer = await read(stream)
-            assert (answer.token_ids, answer.finish_reason) == ([], FinishReason.LENGTH)
-            assert (wanted.usage.cached_tokens, wanted.usage.completion_tokens) == (2, 0)
-
-    run(body())
+async def test_a_front_gets_the_numbers_of_a_replica(
+    pooling: Pooling, numbers: array[float]
+) -> None:
+    async with front_of() as front, replicas_of(front) as (replica,):
+        wanted = request(pooling=pooling, max_tokens=None)
+        stream = front.submit(wanted)
+        sent = await replica.submitted()
+        assert (sent.pooling, wanted.max_len) == (pooling, 3)
+        usage = Usage(cached_tokens=2, queue_time=0.25)
+        replica.finish("r", pooled=numbers, finish_reason=FinishReason.STOP, usage=usage)
+        answer = await read(stream)
+        assert (answer.pooled, answer.token_ids) == (numbers, [])
+        assert (wanted.usage.cached_tokens, wanted.usage.completion_tokens) == (2, 0)
 
 
-def test_a_prompt_may_fill_the_context_of_the_replicas() -> None:
-    async def body() -> None:
-        async with front_of() as front, replicas_of(front, max_model_len=3):
-            front.submit(request(pooling=Pooling()))
-            with pytest.raises(PromptTooLong):
-                front.submit(request("longer", (5, 6, 7, 8), pooling=Pooling()))
-            with pytest.raises(PromptTooLong):
-                front.submit(request("answer"))
+async def test_a_front_gets_the_end_of_a_request_for_no_tokens() -> None:
+    async with front_of() as front, replicas_of(front, max_model_len=3) as (replica,):
+        wanted = request(prompt_only=True)
+        stream = front.submit(wanted)
+        sent = await replica.submitted()
+        assert (sent.params["max_tokens"], wanted.max_len) == (0, 3)
+        replica.finish("r", finish_reason=FinishReason.LENGTH, usage=Usage(cached_tokens=2))
+        answer = await read(stream)
+        assert (answer.token_ids, answer.finish_reason) == ([], FinishReason.LENGTH)
+        assert (wanted.usage.cached_tokens, wanted.usage.completion_tokens) == (2, 0)
 
-    run(body())
+
+async def test_a_prompt_may_fill_the_context_of_the_replicas() -> None:
+    async with front_of() as front, replicas_of(front, max_model_len=3):
+        front.submit(request(pooling=Pooling()))
+        with pytest.raises(PromptTooLong):
+            front.submit(request("longer", (5, 6, 7, 8), pooling=Pooling()))
+        with pytest.raises(PromptTooLong):
+            front.submit(request("answer"))
 
 
 @pytest.mark.parametrize(
@@ -79,24 +72,21 @@ def test_a_prompt_may_fill_the_context_of_the_replicas() -> None:
         ({"pooled": VECTOR, "finish_reason": FinishReason.LENGTH}, "does not want"),
     ],
 )
-def test_another_end_is_a_replica_s_lie_and_the_next_one_computes_it(
+async def test_another_end_is_a_replica_s_lie_and_the_next_one_computes_it(
     fields: dict[str, Any], reason: str
 ) -> None:
-    async def body() -> None:
-        async with front_of(2) as front, replicas_of(front, 2) as (first, second):
-            wanted = request(pooling=Pooling(), max_tokens=None)
-            stream = front.submit(wanted)
-            await first.submitted()
-            given = {"finish_reason": FinishReason.STOP} | fields
-            first.finish("r", *given.pop("token_ids", ()), **given)
-            assert reason in await first.refusal()
-            again = await second.submitted()
-            assert (again.output, again.pooling) == (b"", Pooling())
-            second.finish("r", pooled=VECTOR, finish_reason=FinishReason.STOP)
-            assert (await read(stream)).pooled == VECTOR
-            assert wanted.usage.moves == 1
-
-    run(body())
+    async with front_of(2) as front, replicas_of(front, 2) as (first, second):
+        wanted = request(pooling=Pooling(), max_tokens=None)
+        stream = front.submit(wanted)
+        await first.submitted()
+        given = {"finish_reason": FinishReason.STOP} | fields
+        first.finish("r", *given.pop("token_ids", ()), **given)
+        assert reason in await first.refusal()
+        again = await second.submitted()
+        assert (again.output, again.pooling) == (b"", Pooling())
+        second.finish("r", pooled=VECTOR, finish_reason=FinishReason.STOP)
+        assert (await read(stream)).pooled == VECTOR
+        assert wanted.usage.moves == 1
 
 
 class Hosted:

@@ -273,7 +273,7 @@ def make(params: SamplingParams, **options: Any) -> Request:
     )  # fmt: skip
     request = make_request("r-1", prepared, seed=2**63 + 1, eos_token_ids=EOS)
     request.tenant = "key-0"
-    request.extras = msgspec.structs.replace(request.extras, is_ahead=True)
+    request.extras = msgspec.structs.replace(request.extras, is_idle_prefill=True)
     request.tokens.extend([13, 14])  # its output so far
     request.num_prompt_logprobs = 2
     request.deadline = 30.0

@@ -30,57 +30,49 @@ class Flushes:
         return 0
 
 
-def test_a_salt_has_namespaces_of_all_adapters_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_salt_has_namespaces_of_all_adapters_in_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(module, "MAX_NAMESPACES", 1)
-
-    async def body() -> None:
-        flushes = Flushes()
-        adapters = Adapters(OwnAdapters(loaded), flushes, most=4)
-        first = await adapters.load("a", Path())
-        await adapters.load("b", Path())
-        adapters.enter("a")
-        made = [first.namespace("s"), first.namespace("t")]  # the second is beyond the limit
-        unloading = asyncio.create_task(adapters.unload("a"))
-        await asyncio.sleep(0)
-        for salt, namespace in zip("st", made, strict=True):
-            assert namespace in adapters.namespaces(salt)
-            assert len(adapters.namespaces(salt)) == 2
-        first.leave()
-        await unloading
-        flushed = FlushedNamespaces(*flushes.calls)
-        assert all(namespace in flushed for namespace in made)
-        assert adapters.namespaces("s")[0] not in flushed  # of b
-        assert None not in flushed
-
-    asyncio.run(body())
+    flushes = Flushes()
+    adapters = Adapters(OwnAdapters(loaded), flushes, most=4)
+    first = await adapters.load("a", Path())
+    await adapters.load("b", Path())
+    adapters.enter("a")
+    made = [first.namespace("s"), first.namespace("t")]  # the second is beyond the limit
+    unloading = asyncio.create_task(adapters.unload("a"))
+    await asyncio.sleep(0)
+    for salt, namespace in zip("st", made, strict=True):
+        assert namespace in adapters.namespaces(salt)
+        assert len(adapters.namespaces(salt)) == 2
+    first.leave()
+    await unloading
+    flushed = FlushedNamespaces(*flushes.calls)
+    assert all(namespace in flushed for namespace in made)
+    assert adapters.namespaces("s")[0] not in flushed  # of b
+    assert None not in flushed
 
 
-def test_each_loading_of_the_same_files_has_namespaces_of_its_own() -> None:
-    async def body() -> None:
-        adapters = Adapters(OwnAdapters(loaded), Flushes(), most=1)
-        found = set()
-        for _ in range(2):
-            found.add((await adapters.load("a", Path())).namespace("s"))
-        await adapters.unload("a")
+async def test_each_loading_of_the_same_files_has_namespaces_of_its_own() -> None:
+    adapters = Adapters(OwnAdapters(loaded), Flushes(), most=1)
+    found = set()
+    for _ in range(2):
         found.add((await adapters.load("a", Path())).namespace("s"))
-        assert len(found) == 3
+    await adapters.unload("a")
+    found.add((await adapters.load("a", Path())).namespace("s"))
+    assert len(found) == 3
 
-    asyncio.run(body())
 
-
-def test_an_adapter_that_is_replaced_in_use_counts_until_its_requests_have_ended() -> None:
-    async def body() -> None:
-        adapters = Adapters(OwnAdapters(loaded), Flushes(), most=1)
+async def test_an_adapter_that_is_replaced_in_use_counts_until_its_requests_have_ended() -> None:
+    adapters = Adapters(OwnAdapters(loaded), Flushes(), most=1)
+    await adapters.load("a", Path())
+    used = await adapters.load("a", Path())  # in the place of one that no request has
+    adapters.enter("a")
+    with pytest.raises(InvalidRequest, match="the maximum"):
         await adapters.load("a", Path())
-        used = await adapters.load("a", Path())  # in the place of one that no request has
-        adapters.enter("a")
-        with pytest.raises(InvalidRequest, match="the maximum"):
-            await adapters.load("a", Path())
-        assert adapters.num_loaded == 1
-        used.leave()
-        await adapters.load("a", Path())
-
-    asyncio.run(body())
+    assert adapters.num_loaded == 1
+    used.leave()
+    await adapters.load("a", Path())
 
 
 class Loader:
@@ -101,38 +93,32 @@ class Loader:
         self.unloaded.append(loaded)
 
 
-def test_an_adapter_that_finds_no_room_once_it_is_loaded_is_unloaded() -> None:
-    async def body() -> None:
-        loader = Loader()
-        adapters = Adapters(loader, Flushes(), most=1)
-        await adapters.load("a", Path())
-        loader.may_load.clear()
-        replacing = asyncio.create_task(adapters.load("a", Path()))
-        await asyncio.sleep(0)
-        used = adapters.enter("a")  # so the one that it replaces stays
-        loader.may_load.set()
-        with pytest.raises(InvalidRequest, match="the maximum"):
-            await replacing
-        assert loader.unloaded == loader.made[1:]
-        used.leave()
-
-    asyncio.run(body())
+async def test_an_adapter_that_finds_no_room_once_it_is_loaded_is_unloaded() -> None:
+    loader = Loader()
+    adapters = Adapters(loader, Flushes(), most=1)
+    await adapters.load("a", Path())
+    loader.may_load.clear()
+    replacing = asyncio.create_task(adapters.load("a", Path()))
+    await asyncio.sleep(0)
+    used = adapters.enter("a")  # so the one that it replaces stays
+    loader.may_load.set()
+    with pytest.raises(InvalidRequest, match="the maximum"):
+        await replacing
+    assert loader.unloaded == loader.made[1:]
+    used.leave()
 
 
-def test_a_cache_that_cannot_be_flushed_keeps_no_adapter() -> None:
+async def test_a_cache_that_cannot_be_flushed_keeps_no_adapter() -> None:
     async def refuse(*namespaces: str | None) -> int:
         raise ForetokenError("no answer")
 
-    async def body() -> None:
-        loader = Loader()
-        adapters = Adapters(loader, refuse, most=1)
-        (await adapters.load("a", Path())).namespace(None)
-        with pytest.raises(ForetokenError, match="no answer"):
-            await adapters.unload("a")
-        assert loader.unloaded == loader.made
-        await adapters.load("a", Path())
-
-    asyncio.run(body())
+    loader = Loader()
+    adapters = Adapters(loader, refuse, most=1)
+    (await adapters.load("a", Path())).namespace(None)
+    with pytest.raises(ForetokenError, match="no answer"):
+        await adapters.unload("a")
+    assert loader.unloaded == loader.made
+    await adapters.load("a", Path())
 
 
 def test_no_link_is_followed_below_the_folder_that_adapters_must_be_in(tmp_path: Path) -> None:

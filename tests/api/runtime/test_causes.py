@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 
 from foretoken import SamplingParams
-from foretoken.api.runtime import engine_client
+from foretoken.api.runtime import cache_diagnostics
 from foretoken.api.runtime.cache_diagnostics import Explainer
 from foretoken.api.text.chat_template import INLINE_CHARS
 from foretoken.core.interface.request import CacheOptions
@@ -20,7 +20,7 @@ NUM_LONG = 150  # tokens that are too many to be compared on the event loop
 
 @pytest.fixture(autouse=True)
 def small_limit(monkeypatch) -> None:
-    monkeypatch.setattr(engine_client, "APART_BYTES", 500)
+    monkeypatch.setattr(cache_diagnostics, "APART_BYTES", 500)
 
 
 @pytest.fixture
@@ -43,9 +43,9 @@ async def ask(llm, prompt, cache=None):
 
 async def counted(llm):
     """Counts above zero, when no comparison runs or waits."""
-    while llm._counting:
-        await asyncio.wait(llm._counting)
-    return {cause: number for cause, number in llm.causes.items() if number}
+    while llm.miss_causes._tasks:
+        await asyncio.wait(llm.miss_causes._tasks)
+    return {cause: number for cause, number in llm.miss_causes.counts.items() if number}
 
 
 def test_what_needs_no_comparison_is_counted_without_one(run, engine, comparisons):
@@ -98,12 +98,12 @@ def test_few_comparisons_wait_and_no_text_waits_for_them(run, monkeypatch):
         try:
             await ask(llm, [6, 6])
             assert await asyncio.to_thread(begun.wait, 60)
-            for _ in range(engine_client.MAX_COMPARISONS + 3):
+            for _ in range(cache_diagnostics.MAX_COMPARISONS + 3):
                 await ask(llm, [6, 6])
             assert await llm.tokenizer.work(INLINE_CHARS + 1, lambda: "read") == "read"
-            assert not any(llm.causes.values())
+            assert not any(llm.miss_causes.counts.values())
         finally:
             may_end.set()
-        assert sum((await counted(llm)).values()) == 1 + engine_client.MAX_COMPARISONS
+        assert sum((await counted(llm)).values()) == 1 + cache_diagnostics.MAX_COMPARISONS
 
     run(body)

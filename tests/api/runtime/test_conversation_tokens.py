@@ -12,11 +12,11 @@ import pytest
 
 from foretoken.api.build.model_files import BUILTIN
 from foretoken.api.parsing.output_format import Syntax
+from foretoken.api.runtime.conversation.answer_match import match_answer
 from foretoken.api.runtime.conversation.chat_input import ChatInput, Handle
 from foretoken.api.runtime.conversation.conversation_tokens import (
     ConversationTokens,
     PromptTokens,
-    match_answer,
 )
 from foretoken.api.runtime.conversation.template_facts import PROBES
 from foretoken.api.runtime.conversation.token_history import (

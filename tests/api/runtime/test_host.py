@@ -84,6 +84,23 @@ def test_a_deadline_counts_from_when_the_request_arrived(run, engine):
     run(body)
 
 
+def test_a_client_is_idle_while_only_ended_answers_are_unread(run, engine):
+    async def body(llm):
+        assert llm.is_idle
+        engine.by_hand = True
+        answer = await llm.open([5], FOUR)
+        assert not llm.is_idle
+        engine.by_hand = False
+        engine._work.set()
+        await until(lambda: answer.ended)
+        assert llm._answers, "its tokens are unread"
+        assert llm.is_idle
+        llm.forget(answer)
+        assert llm.is_idle
+
+    run(body)
+
+
 def test_an_abort_while_the_prompt_is_tokenised_is_not_lost(run, engine):
     working, go_on = threading.Event(), threading.Event()
 

@@ -154,7 +154,7 @@ def test_a_prompt_is_computed_in_chunks_of_whole_pages_up_to_the_unknown_message
     assert all(length % PAGE == 0 for length in lens)
     for request in requests:
         assert not request.sampling.generates
-        assert request.extras.is_ahead
+        assert request.extras.is_idle_prefill
         assert request.tenant is None
         assert request.priority == 10
     assert [request.cache.session for request in requests] == [None] * (len(lens) - 1) + ["s"]

@@ -55,88 +55,76 @@ def test_one_call_mixes_adapters_and_the_base(adapted: AdaptedModel, draft: str)
             llm._run(llm._llm.check(PROMPT, greedy(lora="other")))
 
 
-def test_an_adapter_loaded_again_reads_nothing_of_before(adapted: AdaptedModel) -> None:
-    async def body() -> None:
-        async with AsyncLLM(adapted.base, **OPTIONS) as llm:
-            held = []  # so that what was computed stays in the cache
-            for version in (0, 1, 0):
-                adapted.write("sql", "again", version=version)
-                await llm.adapters.load("sql", adapted.folder / "again")
-                held.append(await llm.open(PROMPT, greedy(cache_salt="s", lora="sql")))
-                first = await held[-1].collect()
-                assert first.usage.cached_tokens == 0
-                assert first.token_ids == wanted(adapted, "sql", version=version)
-            for answer in held:
-                llm.forget(answer)
-            audit = await llm.engine.audit()
-            assert audit["ok"]
-
-    asyncio.run(body())
-
-
-def test_a_request_goes_on_while_its_adapter_is_unloaded(adapted: AdaptedModel) -> None:
-    async def body() -> None:
-        async with AsyncLLM(adapted.base, lora={"sql": adapted.path("sql")}, **OPTIONS) as llm:
-            answer = await llm.open(PROMPT, greedy(lora="sql"))
-            unloading = asyncio.create_task(llm.adapters.unload("sql"))
-            for _ in range(20):  # turns of the loop
-                await asyncio.sleep(0)
-            assert not unloading.done()
-            assert "sql" not in llm.adapters
-            assert llm.adapters.num_loaded == 1
-            with pytest.raises(InvalidRequest, match="no adapter sql"):
-                await llm.generate(PROMPT, greedy(), lora="sql")
-            done = await llm.finish(answer)
-            assert done.token_ids == wanted(adapted, "sql")
-            await unloading
-            assert llm.adapters.num_loaded == 0
-            info = await llm.engine.cache_info()
-            assert info["free_pages"] == info["total_pages"]
-
-    asyncio.run(body())
-
-
-def test_an_aborted_request_lets_its_adapter_go(adapted: AdaptedModel) -> None:
-    async def body() -> None:
-        async with AsyncLLM(adapted.base, lora={"sql": adapted.path("sql")}, **OPTIONS) as llm:
-            answer = await llm.open(PROMPT, greedy(lora="sql", n=2))
-            await anext(answer.deltas())  # so it has pages
-            adapter = answer.adapter
-            assert adapter is not None
+async def test_an_adapter_loaded_again_reads_nothing_of_before(adapted: AdaptedModel) -> None:
+    async with AsyncLLM(adapted.base, **OPTIONS) as llm:
+        held = []  # so that what was computed stays in the cache
+        for version in (0, 1, 0):
+            adapted.write("sql", "again", version=version)
+            await llm.adapters.load("sql", adapted.folder / "again")
+            held.append(await llm.open(PROMPT, greedy(cache_salt="s", lora="sql")))
+            first = await held[-1].collect()
+            assert first.usage.cached_tokens == 0
+            assert first.token_ids == wanted(adapted, "sql", version=version)
+        for answer in held:
             llm.forget(answer)
-            llm.forget(answer)
-            assert not answer.ended  # the engine has not read the abort yet
-            assert not adapter.unused.is_set(), "it would be flushed before its pages are cached"
-            await llm.adapters.unload("sql")
-            assert answer.ended
-            assert llm.adapters.num_loaded == 0
-            info = await llm.engine.cache_info()
-            assert info["free_pages"] == info["total_pages"]
-            assert (await llm.generate(PROMPT, greedy())).token_ids == wanted(adapted, None)
-
-    asyncio.run(body())
+        audit = await llm.engine.audit()
+        assert audit["ok"]
 
 
-def test_many_loads_leave_no_adapter_behind(adapted: AdaptedModel) -> None:
+async def test_a_request_goes_on_while_its_adapter_is_unloaded(adapted: AdaptedModel) -> None:
+    async with AsyncLLM(adapted.base, lora={"sql": adapted.path("sql")}, **OPTIONS) as llm:
+        answer = await llm.open(PROMPT, greedy(lora="sql"))
+        unloading = asyncio.create_task(llm.adapters.unload("sql"))
+        for _ in range(20):  # turns of the loop
+            await asyncio.sleep(0)
+        assert not unloading.done()
+        assert "sql" not in llm.adapters
+        assert llm.adapters.num_loaded == 1
+        with pytest.raises(InvalidRequest, match="no adapter sql"):
+            await llm.generate(PROMPT, greedy(), lora="sql")
+        done = await llm.finish(answer)
+        assert done.token_ids == wanted(adapted, "sql")
+        await unloading
+        assert llm.adapters.num_loaded == 0
+        info = await llm.engine.cache_info()
+        assert info["free_pages"] == info["total_pages"]
+
+
+async def test_an_aborted_request_lets_its_adapter_go(adapted: AdaptedModel) -> None:
+    async with AsyncLLM(adapted.base, lora={"sql": adapted.path("sql")}, **OPTIONS) as llm:
+        answer = await llm.open(PROMPT, greedy(lora="sql", n=2))
+        await anext(answer.deltas())  # so it has pages
+        adapter = answer.adapter
+        assert adapter is not None
+        llm.forget(answer)
+        llm.forget(answer)
+        assert not answer.ended  # the engine has not read the abort yet
+        assert not adapter.unused.is_set(), "it would be flushed before its pages are cached"
+        await llm.adapters.unload("sql")
+        assert answer.ended
+        assert llm.adapters.num_loaded == 0
+        info = await llm.engine.cache_info()
+        assert info["free_pages"] == info["total_pages"]
+        assert (await llm.generate(PROMPT, greedy())).token_ids == wanted(adapted, None)
+
+
+async def test_many_loads_leave_no_adapter_behind(adapted: AdaptedModel) -> None:
     import gc
     import weakref
 
-    async def body() -> None:
-        async with AsyncLLM(adapted.base, **OPTIONS) as llm:
-            seen = []
-            for index in range(40):
-                served = await llm.adapters.load("sql", Path(adapted.path("sql")))
-                seen.append(weakref.ref(served.loaded.weights))
-                del served
-                if index % 4 == 0:
-                    await llm.generate(PROMPT, greedy(), lora="sql")
-                if index % 2:
-                    await llm.adapters.unload("sql")
-            await llm.generate(PROMPT, greedy())
-            gc.collect()
-            assert [ref() for ref in seen if ref() is not None] == []
-
-    asyncio.run(body())
+    async with AsyncLLM(adapted.base, **OPTIONS) as llm:
+        seen = []
+        for index in range(40):
+            served = await llm.adapters.load("sql", Path(adapted.path("sql")))
+            seen.append(weakref.ref(served.loaded.weights))
+            del served
+            if index % 4 == 0:
+                await llm.generate(PROMPT, greedy(), lora="sql")
+            if index % 2:
+                await llm.adapters.unload("sql")
+        await llm.generate(PROMPT, greedy())
+        gc.collect()
+        assert [ref() for ref in seen if ref() is not None] == []
 
 
 @pytest.mark.parametrize(

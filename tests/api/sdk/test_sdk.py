@@ -66,51 +66,41 @@ async def cancelled(work):
         await task
 
 
-def test_a_request_whose_caller_leaves_during_the_load_leaves_it_to_the_next(built, say):
+async def test_a_request_whose_caller_leaves_during_the_load_leaves_it_to_the_next(built, say):
     """Once, the next request loaded the model again, beside the first load."""
     say("hello world")
-
-    async def run():
-        llm = Loading(built)
-        await cancelled(llm.generate("x", FOUR))
-        asyncio.get_running_loop().call_soon(llm.loaded.set)
-        assert (await llm.generate("x", SamplingParams())).text == "hello world"
-        assert llm.num_loads == 1
-        await llm.close()
-
-    asyncio.run(run())
+    llm = Loading(built)
+    await cancelled(llm.generate("x", FOUR))
+    asyncio.get_running_loop().call_soon(llm.loaded.set)
+    assert (await llm.generate("x", SamplingParams())).text == "hello world"
+    assert llm.num_loads == 1
+    await llm.close()
 
 
 @pytest.mark.parametrize("in_a_block", [True, False])
-def test_a_load_that_nobody_waits_for_is_closed(built, engine, in_a_block):
-    async def run():
-        llm = Loading(built)
-        await cancelled(llm.__aenter__() if in_a_block else llm.start())
-        asyncio.get_running_loop().call_soon(llm.loaded.set)
-        await llm.close()
-        assert engine.draining
-        with pytest.raises(EngineDead):
-            await llm.start()
-
-    asyncio.run(run())
+async def test_a_load_that_nobody_waits_for_is_closed(built, engine, in_a_block):
+    llm = Loading(built)
+    await cancelled(llm.__aenter__() if in_a_block else llm.start())
+    asyncio.get_running_loop().call_soon(llm.loaded.set)
+    await llm.close()
+    assert engine.draining
+    with pytest.raises(EngineDead):
+        await llm.start()
 
 
-def test_a_start_that_is_cancelled_as_its_load_ends_leaves_it_to_the_next(built):
-    async def run():
-        llm = Loading(built)
-        start = asyncio.create_task(llm.start())
-        await llm.begun.wait()
-        llm._loading.add_done_callback(lambda _: start.cancel())
-        llm.loaded.set()
-        with pytest.raises(asyncio.CancelledError):
-            await start
-        async with llm:
-            assert llm.num_loads == 1
-
-    asyncio.run(run())
+async def test_a_start_that_is_cancelled_as_its_load_ends_leaves_it_to_the_next(built):
+    llm = Loading(built)
+    start = asyncio.create_task(llm.start())
+    await llm.begun.wait()
+    llm._loading.add_done_callback(lambda _: start.cancel())
+    llm.loaded.set()
+    with pytest.raises(asyncio.CancelledError):
+        await start
+    async with llm:
+        assert llm.num_loads == 1
 
 
-def test_a_load_that_fails_is_tried_again_by_the_next_start(built):
+async def test_a_load_that_fails_is_tried_again_by_the_next_start(built):
     class Failing(Loading):
         async def _load(self):
             await super()._load()
@@ -118,15 +108,12 @@ def test_a_load_that_fails_is_tried_again_by_the_next_start(built):
                 raise OSError("gone")
             return self._made
 
-    async def run():
-        llm = Failing(built)
-        llm.loaded.set()
-        with pytest.raises(OSError, match="gone"):
-            await llm.start()
-        async with llm:
-            assert llm.num_loads == 2
-
-    asyncio.run(run())
+    llm = Failing(built)
+    llm.loaded.set()
+    with pytest.raises(OSError, match="gone"):
+        await llm.start()
+    async with llm:
+        assert llm.num_loads == 2
 
 
 def test_a_stop_string_over_several_tokens_ends_the_answer_before_it(llm, say, engine):
@@ -392,7 +379,7 @@ def test_a_request_that_fails_raises_and_the_next_is_fine(llm, engine):
     assert llm.generate([5], FOUR).finish_reason == "length"
 
 
-def test_after_close_there_is_a_clear_error(built):
+async def test_after_close_there_is_a_clear_error(built):
     llm = LLM.from_built(built)
     llm.close()
     llm.close()
@@ -401,14 +388,10 @@ def test_after_close_there_is_a_clear_error(built):
     with pytest.raises(EngineDead, match="closed"):
         next(llm.stream([5]))
     llm.abort("nobody")
-
-    async def body():
-        other = AsyncLLM.from_built(built)
-        await other.close()
-        with pytest.raises(EngineDead, match="closed"):
-            await other.generate([5])
-
-    asyncio.run(body())
+    other = AsyncLLM.from_built(built)
+    await other.close()
+    with pytest.raises(EngineDead, match="closed"):
+        await other.generate([5])
 
 
 def test_close_ends_what_other_threads_wait_for(built, engine):

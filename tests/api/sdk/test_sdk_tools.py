@@ -19,7 +19,7 @@ from foretoken.api.parsing.output_parser import (
 )
 from foretoken.api.runtime.chat import ChatAnswer, ChatClient
 from foretoken.api.runtime.conversation.chat_input import ChatInput
-from foretoken.api.sdk.async_llm import ChatOptions
+from foretoken.api.sdk.options import ChatOptions
 
 HI = [{"role": "user", "content": "hi"}]
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}

@@ -184,58 +184,48 @@ async def first(reader, count: int) -> list[bytes]:
     return found
 
 
-def test_a_new_reader_ends_the_one_before_it_whose_end_changes_nothing():
-    async def body():
-        streams, reply = ResumableStreams(FAR_FUTURE), Said(3)
-        old = streams.begin(reply, error_event)
-        [event, *_] = await first(old, 3)
-        name = event.split(b"\n")[0].removeprefix(b"id: ").decode()
-        waiting = asyncio.create_task(anext(old.events(), None))
-        new = streams.resume(name)
-        assert await waiting is None
-        old.close()
-        assert len(await first(new, 2)) == 2
-        assert reply.closed == 0
-        new.close()
-
-    asyncio.run(asyncio.wait_for(body(), SECONDS))
+async def test_a_new_reader_ends_the_one_before_it_whose_end_changes_nothing():
+    streams, reply = ResumableStreams(FAR_FUTURE), Said(3)
+    old = streams.begin(reply, error_event)
+    [event, *_] = await first(old, 3)
+    name = event.split(b"\n")[0].removeprefix(b"id: ").decode()
+    waiting = asyncio.create_task(anext(old.events(), None))
+    new = streams.resume(name)
+    assert await waiting is None
+    old.close()
+    assert len(await first(new, 2)) == 2
+    assert reply.closed == 0
+    new.close()
 
 
-def test_memory_is_bounded_and_a_stream_that_was_forgotten_ends_with_its_client(monkeypatch):
+async def test_memory_is_bounded_and_a_stream_that_was_forgotten_ends_with_its_client(monkeypatch):
     monkeypatch.setattr(resume, "STREAM_BYTES", 1000)
     monkeypatch.setattr(resume, "MAX_STREAMS", 3)
-
-    async def body():
-        streams = ResumableStreams(FAR_FUTURE)
-        replies = [Said(100, b"y" * 100) for _ in range(5)]
-        readers = [streams.begin(each, error_event) for each in replies]
-        assert len(streams) == 3
-        found = await first(readers[-1], 100)  # none is lost while a reader is there
-        assert [each.split(b"\n")[0].rpartition(b":")[2] for each in found] == [
-            str(i).encode() for i in range(100)
-        ]
-        name, _, _ = found[0].split(b"\n")[0].removeprefix(b"id: ").decode().partition(":")
-        with pytest.raises(ApiError):
-            streams.resume(f"{name}:3")  # long dropped
-        assert len(await first(streams.resume(f"{name}:97"), 2)) == 2
-        readers[0].close()
-        while not replies[0].closed:  # noqa: ASYNC110
-            await asyncio.sleep(0)
-        assert [each.closed for each in replies] == [1, 0, 0, 0, 0]
-
-    asyncio.run(asyncio.wait_for(body(), SECONDS))
+    streams = ResumableStreams(FAR_FUTURE)
+    replies = [Said(100, b"y" * 100) for _ in range(5)]
+    readers = [streams.begin(each, error_event) for each in replies]
+    assert len(streams) == 3
+    found = await first(readers[-1], 100)  # none is lost while a reader is there
+    assert [each.split(b"\n")[0].rpartition(b":")[2] for each in found] == [
+        str(i).encode() for i in range(100)
+    ]
+    name, _, _ = found[0].split(b"\n")[0].removeprefix(b"id: ").decode().partition(":")
+    with pytest.raises(ApiError):
+        streams.resume(f"{name}:3")  # long dropped
+    assert len(await first(streams.resume(f"{name}:97"), 2)) == 2
+    readers[0].close()
+    while not replies[0].closed:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    assert [each.closed for each in replies] == [1, 0, 0, 0, 0]
 
 
 @pytest.mark.parametrize("error", [ApiError(503, "late"), ZeroDivisionError()])
-def test_an_error_is_an_event_that_is_kept_too(error):
-    async def body():
-        streams, reply = ResumableStreams(FAR_FUTURE), Said(1, error=error)
-        events = [event async for event in streams.begin(reply, error_event).events()]
-        assert len(events) == 2
-        assert b'"error"' in events[1]
-        assert reply.closed == 1
-
-    asyncio.run(asyncio.wait_for(body(), SECONDS))
+async def test_an_error_is_an_event_that_is_kept_too(error):
+    streams, reply = ResumableStreams(FAR_FUTURE), Said(1, error=error)
+    events = [event async for event in streams.begin(reply, error_event).events()]
+    assert len(events) == 2
+    assert b'"error"' in events[1]
+    assert reply.closed == 1
 
 
 @pytest.mark.parametrize("mark", ["", "x", ":", "a:-1", "a:\u0663", "a:" + "9" * 40])

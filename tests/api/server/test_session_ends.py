@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -109,6 +110,21 @@ def test_a_refused_last_request_gets_its_own_error(send, engine, monkeypatch) ->
     engine.refusal = QueueFull("full")
     last = {"x-session-id": "a", "x-session-close": "true"}
     assert send(headers=last).status_code == 429
+
+
+def test_a_refused_last_request_does_not_wait_for_a_hung_replica(send, engine, monkeypatch) -> None:
+    monkeypatch.setattr("foretoken.api.runtime.sessions.END_SECONDS", 0)
+    asked = []
+
+    async def hang(session: str) -> bool:
+        asked.append(session)
+        return await asyncio.Future()
+
+    monkeypatch.setattr(engine, "end_session", hang)
+    engine.refusal = QueueFull("full")
+    last = {"x-session-id": "a", "x-session-close": "true"}
+    assert send(headers=last).status_code == 429
+    assert len(asked) == 1
 
 
 def test_a_last_request_that_is_invalid_ends_no_session(send, engine) -> None:

@@ -95,37 +95,31 @@ def test_a_caller_fills_its_share_and_all_of_them_the_whole() -> None:
     assert len(waiting) == 1
 
 
-def test_cancelled_jobs_leave_the_queue() -> None:
-    async def body() -> None:
-        worker, go, begun = Worker("w", stack_bytes=STACK), threading.Event(), threading.Event()
-        worker.submit(lambda: begun.set() or go.wait(10))
-        assert begun.wait(10)
-        gone = asyncio.create_task(worker.run(lambda: 1, seconds=1000, origin=Origin(b"a", 9)))
-        await asyncio.sleep(0)
-        assert worker.num_waiting == 1
-        gone.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await gone
-        assert worker.num_waiting == 0
-        go.set()
-        worker.close()
-
-    asyncio.run(asyncio.wait_for(body(), 20))
+async def test_cancelled_jobs_leave_the_queue() -> None:
+    worker, go, begun = Worker("w", stack_bytes=STACK), threading.Event(), threading.Event()
+    worker.submit(lambda: begun.set() or go.wait(10))
+    assert begun.wait(10)
+    gone = asyncio.create_task(worker.run(lambda: 1, seconds=1000, origin=Origin(b"a", 9)))
+    await asyncio.sleep(0)
+    assert worker.num_waiting == 1
+    gone.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await gone
+    assert worker.num_waiting == 0
+    go.set()
+    worker.close()
 
 
 # -- deadlines ----------------------------------------------------------------------------------
 
 
-def test_a_job_beyond_its_time_is_given_up_and_the_next_one_has_its_own_time() -> None:
-    async def body() -> None:
-        worker, go = Worker("w", stack_bytes=STACK), threading.Event()
-        late = asyncio.create_task(worker.run(lambda: go.wait(10), seconds=0.05))
-        behind = asyncio.create_task(worker.run(lambda: 3, seconds=0.05))
-        with pytest.raises(TimeoutError):
-            await late
-        assert not behind.done()  # its wait is not its own
-        go.set()
-        assert await behind == 3
-        worker.close()
-
-    asyncio.run(asyncio.wait_for(body(), 20))
+async def test_a_job_beyond_its_time_is_given_up_and_the_next_one_has_its_own_time() -> None:
+    worker, go = Worker("w", stack_bytes=STACK), threading.Event()
+    late = asyncio.create_task(worker.run(lambda: go.wait(10), seconds=0.05))
+    behind = asyncio.create_task(worker.run(lambda: 3, seconds=0.05))
+    with pytest.raises(TimeoutError):
+        await late
+    assert not behind.done()  # its wait is not its own
+    go.set()
+    assert await behind == 3
+    worker.close()

@@ -23,78 +23,63 @@ def thread():
     thread.close()
 
 
-def test_calls_run_in_one_thread_in_order(thread) -> None:
-    async def scenario() -> None:
-        jobs = [thread.start(lambda i=i: (i, threading.current_thread().name)) for i in range(5)]
-        results = [await job.result() for job in jobs]
-        assert results == [(i, "test-model") for i in range(5)]
-
-    asyncio.run(scenario())
+async def test_calls_run_in_one_thread_in_order(thread) -> None:
+    jobs = [thread.start(lambda i=i: (i, threading.current_thread().name)) for i in range(5)]
+    results = [await job.result() for job in jobs]
+    assert results == [(i, "test-model") for i in range(5)]
 
 
-def test_what_a_call_raises_is_raised_where_it_is_waited_for(thread) -> None:
+async def test_what_a_call_raises_is_raised_where_it_is_waited_for(thread) -> None:
     def fail() -> None:
         raise ZeroDivisionError
 
-    async def scenario() -> None:
+    with pytest.raises(ZeroDivisionError):
+        await thread.start(fail).result()
+    assert await thread.start(lambda: 7).result() == 7
+
+
+async def test_a_start_that_fails_fails_every_call() -> None:
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    broken = ModelThread("test-broken", fail)
+    for _ in range(2):
         with pytest.raises(ZeroDivisionError):
-            await thread.start(fail).result()
-        assert await thread.start(lambda: 7).result() == 7
-
-    asyncio.run(scenario())
+            await broken.start(lambda: 7).result()
+    broken.close()
 
 
-def test_a_start_that_fails_fails_every_call() -> None:
-    def fail() -> None:
-        raise ZeroDivisionError
+async def test_who_is_cancelled_waits_for_the_call_to_end(thread) -> None:
+    gate, ended = threading.Event(), threading.Event()
 
-    async def scenario() -> None:
-        broken = ModelThread("test-broken", fail)
-        for _ in range(2):
-            with pytest.raises(ZeroDivisionError):
-                await broken.start(lambda: 7).result()
-        broken.close()
+    def work() -> None:
+        gate.wait()
+        ended.set()
 
-    asyncio.run(scenario())
+    async def wait() -> None:
+        try:
+            await thread.start(work).result()
+        finally:
+            assert ended.is_set()
 
-
-def test_who_is_cancelled_waits_for_the_call_to_end(thread) -> None:
-    async def scenario() -> None:
-        gate, ended = threading.Event(), threading.Event()
-
-        def work() -> None:
-            gate.wait()
-            ended.set()
-
-        async def wait() -> None:
-            try:
-                await thread.start(work).result()
-            finally:
-                assert ended.is_set()
-
-        task = asyncio.create_task(wait())
-        await asyncio.sleep(0)
-        task.cancel()
-        await asyncio.sleep(0)
-        assert not task.done()
-        gate.set()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    asyncio.run(scenario())
+    task = asyncio.create_task(wait())
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.sleep(0)
+    assert not task.done()
+    gate.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
 
 
-def test_a_call_that_ends_as_its_caller_is_cancelled_is_not_waited_for_again(thread) -> None:
-    async def scenario() -> None:
-        job = thread.start(lambda: None)
-        task = asyncio.create_task(job.result())
-        await asyncio.sleep(0)
-        task.cancel()  # the future is cancelled now, the task told later:
-        job.end(None, None)  # between the two the call ends
-        with pytest.raises(asyncio.CancelledError):
-            await asyncio.wait_for(task, 10)
-
-    asyncio.run(scenario())
+async def test_a_call_that_ends_as_its_caller_is_cancelled_is_not_waited_for_again(thread) -> None:
+    job = thread.start(lambda: None)
+    task = asyncio.create_task(job.result())
+    await asyncio.sleep(0)
+    task.cancel()  # the future is cancelled now, the task told later:
+    job.end(None, None)  # between the two the call ends
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(task, 10)
 
 
 def test_a_call_may_outlive_its_event_loop(thread) -> None:
@@ -111,14 +96,11 @@ def test_a_call_may_outlive_its_event_loop(thread) -> None:
     assert asyncio.run(scenario()) == 7
 
 
-def test_a_closed_thread_ends_after_the_calls_it_was_given() -> None:
-    async def scenario() -> None:
-        thread = ModelThread("test-closed", lambda: None)
-        job = thread.start(threading.current_thread)
-        thread.close()
-        (await job.result()).join(10)
-
-    asyncio.run(scenario())
+async def test_a_closed_thread_ends_after_the_calls_it_was_given() -> None:
+    thread = ModelThread("test-closed", lambda: None)
+    job = thread.start(threading.current_thread)
+    thread.close()
+    (await job.result()).join(10)
 
 
 def test_an_exit_waits_for_the_call_under_way_and_for_nothing_else() -> None:
@@ -141,30 +123,24 @@ asyncio.run(main())
     assert (done.returncode, done.stdout, done.stderr) == (0, b"ended", b"")
 
 
-def test_a_call_after_the_end_is_refused_and_not_forgotten(thread) -> None:
-    async def scenario() -> None:
-        thread.close()
-        with pytest.raises(EngineDead):
-            thread.start(lambda: 7)
-
-    asyncio.run(scenario())
+async def test_a_call_after_the_end_is_refused_and_not_forgotten(thread) -> None:
+    thread.close()
+    with pytest.raises(EngineDead):
+        thread.start(lambda: 7)
 
 
-def test_who_is_cancelled_twice_waits_all_the_same(thread) -> None:
-    async def scenario() -> None:
-        gate = threading.Event()
-        job = thread.start(gate.wait)
-        task = asyncio.create_task(job.result())
-        for _ in range(3):
-            await asyncio.sleep(0)
-            task.cancel()
+async def test_who_is_cancelled_twice_waits_all_the_same(thread) -> None:
+    gate = threading.Event()
+    job = thread.start(gate.wait)
+    task = asyncio.create_task(job.result())
+    for _ in range(3):
         await asyncio.sleep(0)
-        assert not task.done()
-        gate.set()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    asyncio.run(scenario())
+        task.cancel()
+    await asyncio.sleep(0)
+    assert not task.done()
+    gate.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
 
 
 def test_the_thread_of_an_engine_that_nobody_has_any_more_ends() -> None:
@@ -227,14 +203,11 @@ asyncio.run(main())
     assert (done.returncode, done.stdout) == (0, b"given up\n")
 
 
-def test_what_a_call_brings_after_it_was_given_up_is_ignored(thread) -> None:
-    async def scenario() -> None:
-        gate = threading.Event()
-        job = thread.start(gate.wait)
-        job.end(None, TimeoutError())
-        gate.set()
-        assert await thread.start(lambda: 7).result() == 7, "the one before has come back"
-        with pytest.raises(TimeoutError):
-            await job.result()
-
-    asyncio.run(scenario())
+async def test_what_a_call_brings_after_it_was_given_up_is_ignored(thread) -> None:
+    gate = threading.Event()
+    job = thread.start(gate.wait)
+    job.end(None, TimeoutError())
+    gate.set()
+    assert await thread.start(lambda: 7).result() == 7, "the one before has come back"
+    with pytest.raises(TimeoutError):
+        await job.result()

@@ -177,29 +177,25 @@ class Announcing(FakeRunner):
 
 
 @pytest.mark.parametrize("num_requests", [1, 8])
-def test_tokens_are_told_while_the_next_ones_are_computed(num_requests) -> None:
+async def test_tokens_are_told_while_the_next_ones_are_computed(num_requests) -> None:
     """Tokens of a few requests are told at once, of many as soon as the kernels begin."""
-
-    async def scenario() -> None:
-        runner = Announcing()
-        engine = Engine(make_scheduler(max_batch_tokens=64), runner)
-        await engine.start()
-        streams = [
-            engine.submit(make_request(str(each), [each % 7, each % 3, 2], max_tokens=4))
-            for each in range(num_requests)
-        ]
-        try:
-            first = [asyncio.ensure_future(anext(aiter(stream))) for stream in streams]
-            await runner.is_second.wait()
-            await turn()
-            assert [task.done() for task in first] == [num_requests == 1] * num_requests
-            runner.may_begin.set()
-            for task in first:
-                assert (await task).token_ids, "the step is still under way"
-            assert runner.num_steps == 2
-        finally:
-            runner.may_begin.set()
-            runner.may_end.set()
-            await engine.close()
-
-    asyncio.run(scenario())
+    runner = Announcing()
+    engine = Engine(make_scheduler(max_batch_tokens=64), runner)
+    await engine.start()
+    streams = [
+        engine.submit(make_request(str(each), [each % 7, each % 3, 2], max_tokens=4))
+        for each in range(num_requests)
+    ]
+    try:
+        first = [asyncio.ensure_future(anext(aiter(stream))) for stream in streams]
+        await runner.is_second.wait()
+        await turn()
+        assert [task.done() for task in first] == [num_requests == 1] * num_requests
+        runner.may_begin.set()
+        for task in first:
+            assert (await task).token_ids, "the step is still under way"
+        assert runner.num_steps == 2
+    finally:
+        runner.may_begin.set()
+        runner.may_end.set()
+        await engine.close()

@@ -35,25 +35,22 @@ async def read(stream: TokenStream) -> list[Delta]:
     return [delta async for delta in stream]
 
 
-def test_what_a_slow_reader_missed_is_told_at_once_and_whole() -> None:
-    async def scenario() -> None:
-        stream = make_stream()
-        stream.push(delta_of(7))
-        stream.push(delta_of(8, finish_reason=FinishReason.STOP, stop_reason="\n"))
-        both = Delta(
-            token_ids=[7, 8],
-            logprobs=[TokenLogprob(7, -0.5), TokenLogprob(8, -0.5)],
-            prompt_logprobs=[TokenLogprob(7, -1.5), TokenLogprob(8, -1.5)],
-            num_proposed=4,
-            proposed_sources=["ngram", "draft 7", "ngram", "draft 8"],
-            accepted_sources=["draft 7", "draft 8"],
-            token_sources=["draft 7", "draft 8"],
-            finish_reason=FinishReason.STOP,
-            stop_reason="\n",
-        )
-        assert await read(stream) == [both]
-
-    asyncio.run(scenario())
+async def test_what_a_slow_reader_missed_is_told_at_once_and_whole() -> None:
+    stream = make_stream()
+    stream.push(delta_of(7))
+    stream.push(delta_of(8, finish_reason=FinishReason.STOP, stop_reason="\n"))
+    both = Delta(
+        token_ids=[7, 8],
+        logprobs=[TokenLogprob(7, -0.5), TokenLogprob(8, -0.5)],
+        prompt_logprobs=[TokenLogprob(7, -1.5), TokenLogprob(8, -1.5)],
+        num_proposed=4,
+        proposed_sources=["ngram", "draft 7", "ngram", "draft 8"],
+        accepted_sources=["draft 7", "draft 8"],
+        token_sources=["draft 7", "draft 8"],
+        finish_reason=FinishReason.STOP,
+        stop_reason="\n",
+    )
+    assert await read(stream) == [both]
 
 
 async def begin_to_read(stream: TokenStream) -> asyncio.Task[Delta]:
@@ -64,57 +61,45 @@ async def begin_to_read(stream: TokenStream) -> asyncio.Task[Delta]:
     return reader
 
 
-def test_a_reader_that_waits_is_told_by_the_next_push() -> None:
-    async def scenario() -> None:
-        stream = make_stream()
-        for token_id in (7, 8):
-            reader = await begin_to_read(stream)
-            stream.push(delta_of(token_id))
-            await asyncio.sleep(0)
-            assert reader.done()
-            assert (await reader).token_ids == [token_id]
-
-    asyncio.run(scenario())
-
-
-def test_what_comes_when_a_reader_has_given_up_is_kept_for_the_next_one() -> None:
-    async def scenario() -> None:
-        stream = make_stream()
-        (await begin_to_read(stream)).cancel()
+async def test_a_reader_that_waits_is_told_by_the_next_push() -> None:
+    stream = make_stream()
+    for token_id in (7, 8):
+        reader = await begin_to_read(stream)
+        stream.push(delta_of(token_id))
         await asyncio.sleep(0)
-        stream.push(delta_of(7))
-        assert (await anext(stream)).token_ids == [7]
+        assert reader.done()
+        assert (await reader).token_ids == [token_id]
 
-    asyncio.run(scenario())
+
+async def test_what_comes_when_a_reader_has_given_up_is_kept_for_the_next_one() -> None:
+    stream = make_stream()
+    (await begin_to_read(stream)).cancel()
+    await asyncio.sleep(0)
+    stream.push(delta_of(7))
+    assert (await anext(stream)).token_ids == [7]
 
 
 @pytest.mark.parametrize("is_read", [False, True])
-def test_nothing_follows_the_end(is_read: bool) -> None:
-    async def scenario() -> None:
-        stream = make_stream()
-        stream.push(delta_of(7, finish_reason=FinishReason.LENGTH))
-        told = await read(stream) if is_read else []
-        stream.push(delta_of(8, finish_reason=FinishReason.ABORT))
-        told += await read(stream)
-        assert [(delta.token_ids, delta.finish_reason) for delta in told] == [
-            ([7], FinishReason.LENGTH)
-        ]
-
-    asyncio.run(scenario())
+async def test_nothing_follows_the_end(is_read: bool) -> None:
+    stream = make_stream()
+    stream.push(delta_of(7, finish_reason=FinishReason.LENGTH))
+    told = await read(stream) if is_read else []
+    stream.push(delta_of(8, finish_reason=FinishReason.ABORT))
+    told += await read(stream)
+    assert [(delta.token_ids, delta.finish_reason) for delta in told] == [
+        ([7], FinishReason.LENGTH)
+    ]
 
 
-def test_a_failure_is_raised_once_behind_the_tokens_that_came_before_it() -> None:
-    async def scenario() -> None:
-        stream = make_stream()
-        stream.push(delta_of(7))
-        stream.push(Delta(error=ForetokenError("not finite")))
-        assert (await anext(stream)).token_ids == [7]
-        with pytest.raises(ForetokenError, match="not finite"):
-            await anext(stream)
-        with pytest.raises(StopAsyncIteration):
-            await anext(stream)
-
-    asyncio.run(scenario())
+async def test_a_failure_is_raised_once_behind_the_tokens_that_came_before_it() -> None:
+    stream = make_stream()
+    stream.push(delta_of(7))
+    stream.push(Delta(error=ForetokenError("not finite")))
+    assert (await anext(stream)).token_ids == [7]
+    with pytest.raises(ForetokenError, match="not finite"):
+        await anext(stream)
+    with pytest.raises(StopAsyncIteration):
+        await anext(stream)
 
 
 def test_the_end_is_reported_once_read_or_not() -> None:

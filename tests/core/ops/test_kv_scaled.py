@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from foretoken.api.build.engine_builder import build
-from foretoken.api.build.kv_pools import count_pages
+from foretoken.api.build.kv.pools import count_pages
 from foretoken.core.config import EngineConfig
 from foretoken.core.errors import InvalidRequest, ModelLoadError
 from foretoken.core.interface.kv_codec import NATIVE, SCALED, KvDtype
@@ -59,7 +59,7 @@ def decoder_of(tmp_path_factory: pytest.TempPathFactory):
 def test_the_same_memory_holds_nearly_twice_the_tokens(
     memory: str | None, small: KvDtype, decoder_of, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("foretoken.api.build.kv_pools.default_budget", lambda device: 3 * 2**20)
+    monkeypatch.setattr("foretoken.api.build.kv.pools.default_budget", lambda device: 3 * 2**20)
     decoder = decoder_of("bfloat16-torch")
     configs = [EngineConfig(kv_memory=memory, kv_cache_dtype=kind) for kind in ("auto", small)]
     pages = [count_pages(decoder, [decoder], config, config.sizes("cpu")) for config in configs]

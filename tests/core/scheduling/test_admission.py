@@ -67,7 +67,7 @@ def test_a_prompt_computed_ahead_takes_no_place_of_a_single_tenant() -> None:
     driver.add(make_request("first", [1, 2, 3], tenant="only"))
     driver.step()
     ahead = make_request("ahead", [1, 2, 3, 4, 5], prompt_only=True)
-    ahead.extras = replace(ahead.extras, is_ahead=True)
+    ahead.extras = replace(ahead.extras, is_idle_prefill=True)
     driver.add(ahead)
     driver.abort("ahead")
     for index in range(6):

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from foretoken.api.build.kv_events import events_of, keys_of, name_fingerprint
+from foretoken.api.build.kv.events import events_of, keys_of, name_fingerprint
 from foretoken.core.config import EngineConfig
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.interface.extras.adapter import adapter_group, adapter_namespace

@@ -21,7 +21,6 @@ from foretoken.draft.control.controller import (
 from foretoken.draft.control.cost_model import CostModel, StepProfile
 
 LINE = StepProfile({1: 1.0, 101: 11.0})  # a row takes 0.1 s
-NO_LM: list[list[float]] = [[]]
 
 
 def candidates(

@@ -36,6 +36,7 @@ SCOPE = {
     "type": "websocket", "path": "/v1/responses", "scheme": "ws", "headers": [], "asgi": {},
     "state": {},
 }  # fmt: skip
+DONE = b'data: {"type":"response.completed"}\n\n'
 TERMINAL = ("response.completed", "response.incomplete", "response.failed", "response.cancelled")
 
 
@@ -424,6 +425,48 @@ def test_a_response_that_did_not_begin_yet_is_cancelled() -> None:
         await events.put({"type": "websocket.disconnect"})
         await served
         assert served_bodies in ([], ["two"])  # the second one may begin before the client leaves
+
+    asyncio.run(asyncio.wait_for(body(), SECONDS))
+
+
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_a_cancel_of_a_lane_passes_over_a_response_that_is_ending(has_ended: bool) -> None:
+    async def body() -> None:
+        events: asyncio.Queue[Event] = asyncio.Queue()
+        began: asyncio.Queue[str] = asyncio.Queue()
+        frames: asyncio.Queue[Event] = asyncio.Queue()
+        may_leave = asyncio.Event()
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            await began.put(json.loads((await receive())["body"])["input"])
+            if has_ended:
+                await send({"type": "http.response.start", "status": 200, "headers": []})
+                await send({"type": "http.response.body", "body": DONE, "more_body": True})
+            await may_leave.wait()
+
+        layer = ResponsesSocket(app, Limits(), lambda scope: None)
+        await events.put({"type": "websocket.connect"})
+        served = asyncio.create_task(layer(dict(SCOPE), events.get, frames.put))
+        assert (await frames.get())["type"] == "websocket.accept"
+        create = {"type": "response.create", "stream_id": "a"}
+        cancel = {"type": "response.cancel", "stream_id": "a"}
+        for event in (create | {"input": "one"}, create | {"input": "two"}):
+            await events.put({"type": "websocket.receive", "text": json.dumps(event)})
+        assert await began.get() == "one"
+        if has_ended:
+            assert json.loads((await frames.get())["text"])["type"] == "response.completed"
+        for _ in range(2 - has_ended):
+            await events.put({"type": "websocket.receive", "text": json.dumps(cancel)})
+        # the error of a cancel that comes too late shows that the earlier ones were processed
+        await events.put({"type": "websocket.receive", "text": json.dumps(cancel)})
+        assert json.loads((await frames.get())["text"])["status"] == 404
+        may_leave.set()
+        for _ in range(2 - has_ended):
+            last = json.loads((await frames.get())["text"])
+            assert (last["type"], last["stream_id"]) == ("response.cancelled", "a")
+        await events.put({"type": "websocket.disconnect"})
+        await served
+        assert began.empty(), "the second response was cancelled before it began"
 
     asyncio.run(asyncio.wait_for(body(), SECONDS))
 

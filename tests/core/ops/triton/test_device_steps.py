@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from foretoken.api.build import engine_builder as building
-from foretoken.api.build import kv_pools
 from foretoken.api.build import target as target_loading
+from foretoken.api.build.kv import pools as kv_pools
 from foretoken.api.build.model_files import BUILTIN
 from foretoken.core.config import EngineConfig
 from foretoken.core.errors import ModelLoadError

@@ -10,16 +10,16 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from ...core.errors import InvalidRequest
-from ...core.execution.proposer import PageRows
-from ...core.interface.extras.transfers import PageOffer, PageServer
-from ...core.ops.kv_pool import KVPool
-from ...core.tiers.keys import PageKeys
-from ...core.tiers.nixl_transport import NixlReader, NixlServer
-from ...core.tiers.stores.peer_store import PeerStore
-from ...core.tiers.tiers import CALL_BYTES
-from ...core.tiers.transfer_params import TransferParams
-from ...radix_cache import PrefixCache
+from ....core.errors import InvalidRequest
+from ....core.execution.proposer import PageRows
+from ....core.interface.extras.transfers import PageOffer, PageServer
+from ....core.ops.kv_pool import KVPool
+from ....core.tiers.keys import PageKeys
+from ....core.tiers.nixl_transport import NixlReader, NixlServer
+from ....core.tiers.stores.peer_store import PeerStore
+from ....core.tiers.tiers import CALL_BYTES
+from ....core.tiers.transfer_params import TransferParams
+from ....radix_cache import PrefixCache
 
 CLUSTER_KEY = "FORETOKEN_CLUSTER_KEY"
 

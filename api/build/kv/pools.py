@@ -11,15 +11,15 @@ from typing import NamedTuple
 
 import torch
 
-from ...core.config import EngineConfig, Sizes, format_size
-from ...core.errors import InvalidRequest, ModelLoadError, is_out_of_memory
-from ...core.model.decoder import Decoder
-from ...core.ops.kv_pool import KVPool
-from ...core.ops.machine.device import free_memory
-from ...core.ops.state_pool import STATE_PAGE_SIZES, StatePool, bytes_per_log, bytes_per_slot
-from ...core.options.settings import parse_size
-from ...core.startup import timed
-from ...draft.proposers.kind import Pooled
+from ....core.config import EngineConfig, Sizes, format_size
+from ....core.errors import InvalidRequest, ModelLoadError, is_out_of_memory
+from ....core.model.decoder import Decoder
+from ....core.ops.kv_pool import KVPool
+from ....core.ops.machine.device import free_memory
+from ....core.ops.state_pool import STATE_PAGE_SIZES, StatePool, bytes_per_log, bytes_per_slot
+from ....core.options.settings import parse_size
+from ....core.startup import timed
+from ....draft.proposers.kind import Pooled
 
 HOST_KV_BYTES = 2 * 2**30
 LEAST_TOKENS = 256  # minimum size of a default pool in tokens, which ordinary requests need

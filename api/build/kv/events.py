@@ -7,13 +7,13 @@ import hashlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ...core.config import EngineConfig
-from ...core.errors import InvalidRequest
-from ...radix_cache import PrefixCache
+from ....core.config import EngineConfig
+from ....core.errors import InvalidRequest
+from ....radix_cache import PrefixCache
 
 if TYPE_CHECKING:
-    from ...core.tiers.events import KVEventPublisher
-    from ...core.tiers.keys import PageKeys
+    from ....core.tiers.events import KVEventPublisher
+    from ....core.tiers.keys import PageKeys
 
 
 @contextlib.contextmanager
@@ -27,7 +27,7 @@ def events_of(config: EngineConfig) -> Iterator[KVEventPublisher | None]:
         yield None
         return
     try:
-        from ...core.tiers.events import KVEventPublisher
+        from ....core.tiers.events import KVEventPublisher
     except ModuleNotFoundError as error:
         message = f"kv_events needs the extra events: pip install 'foretoken[events]' ({error})"
         raise InvalidRequest(message, param="kv_events") from None
@@ -41,7 +41,7 @@ def events_of(config: EngineConfig) -> Iterator[KVEventPublisher | None]:
 
 def keys_of(cache: PrefixCache, fingerprint: bytes) -> PageKeys:
     """Return the keys of a cache's pages. They are updated whenever the cache changes."""
-    from ...core.tiers.keys import PageKeys
+    from ....core.tiers.keys import PageKeys
 
     keys = PageKeys(fingerprint, cache.num_total_pages, cache.page_size)
     cache.tree.add_observer(keys)

@@ -16,7 +16,7 @@ from ....core.ops.kv_pool import KVPool
 from ....core.ops.state_pool import StatePool
 from ....core.scheduling.scheduler import Scheduler
 from ....radix_cache import PrefixCache, StateSlots
-from ..kv_events import keys_of, name_fingerprint
+from .events import keys_of, name_fingerprint
 
 if TYPE_CHECKING:
     from ....core.tiers.events import KVEventPublisher
@@ -144,13 +144,13 @@ def _state_slots(config: EngineConfig, pool: KVPool, states: StatePool) -> State
 
 def _kv_transfer() -> ModuleType:
     # Imported here so that NIXL is loaded only if KV transfer is enabled.
-    from .. import kv_transfer
+    from . import transfer
 
-    return kv_transfer
+    return transfer
 
 
 def _kv_tiers() -> ModuleType:
     # Imported here so that core/tiers is loaded only if a tier is configured.
-    from .. import kv_tiers
+    from . import tiers
 
-    return kv_tiers
+    return tiers

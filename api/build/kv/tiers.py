@@ -11,23 +11,23 @@ from collections.abc import Callable
 
 import torch
 
-from ...core.config import EngineConfig, format_size
-from ...core.errors import InvalidRequest
-from ...core.execution.proposer import Proposer
-from ...core.interface.extras.tiers import PageStore
-from ...core.ops.kv_pool import KVPool
-from ...core.ops.machine.device import free_memory
-from ...core.options.settings import parse_size
-from ...core.tiers.keys import PageKeys
-from ...core.tiers.page_records import PageRecords, StateRecords
-from ...core.tiers.stores.host_store import HostStore
-from ...core.tiers.stores.mooncake_store import MooncakeStore, check_reachable
-from ...core.tiers.stores.peer_store import PeerStore
-from ...core.tiers.stores.slab_files import LEAST_PAGES
-from ...core.tiers.stores.slab_store import SlabStore
-from ...core.tiers.stores.store_folder import make_root
-from ...core.tiers.tiers import StateTiers, Tiers
-from ...radix_cache import PrefixCache
+from ....core.config import EngineConfig, format_size
+from ....core.errors import InvalidRequest
+from ....core.execution.proposer import Proposer
+from ....core.interface.extras.tiers import PageStore
+from ....core.ops.kv_pool import KVPool
+from ....core.ops.machine.device import free_memory
+from ....core.options.settings import parse_size
+from ....core.tiers.keys import PageKeys
+from ....core.tiers.page_records import PageRecords, StateRecords
+from ....core.tiers.stores.host_store import HostStore
+from ....core.tiers.stores.mooncake_store import MooncakeStore, check_reachable
+from ....core.tiers.stores.peer_store import PeerStore
+from ....core.tiers.stores.slab_files import LEAST_PAGES
+from ....core.tiers.stores.slab_store import SlabStore
+from ....core.tiers.stores.store_folder import make_root
+from ....core.tiers.tiers import StateTiers, Tiers
+from ....radix_cache import PrefixCache
 
 LEAST_STATES = 2  # minimum number of recurrent states that a store must have room for
 logger = logging.getLogger(__name__)

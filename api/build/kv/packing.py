@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ...core.config import EngineConfig
-from ...core.errors import InvalidRequest
-from ...core.execution.packing.policies import KeepPolicy, KeepWindow
-from ...core.execution.packing.triattention import KeepByTriAttention, QueryStats, attention_ropes
-from ...core.model.decoder import Decoder, OwnDecoder
+from ....core.config import EngineConfig
+from ....core.errors import InvalidRequest
+from ....core.execution.packing.policies import KeepPolicy, KeepWindow
+from ....core.execution.packing.triattention import KeepByTriAttention, QueryStats, attention_ropes
+from ....core.model.decoder import Decoder, OwnDecoder
 
 
 def keep_policy_of(config: EngineConfig, target: Decoder) -> KeepPolicy | None:

@@ -8,17 +8,17 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from ....core.config import EngineConfig
-from ....core.execution.proposer import Proposer
-from ....core.model.decoder import Decoder
-from ....core.model.formats.checkpoint import OnRead
-from ....core.ops.kv_pool import KVPool
-from ....core.startup import timed
-from ....draft.heads.joined import JoinedHead
-from ....draft.heads.mtp import MTP, has_mtp
-from ....draft.proposers.kind import DrafterContext, LeftOutError, LoadedDrafter, Pooled
-from ..drafts import DraftSpec, proposer_kind, texts_between
-from ..target import load_model
+from ...core.config import EngineConfig
+from ...core.execution.proposer import Proposer
+from ...core.model.decoder import Decoder
+from ...core.model.formats.checkpoint import OnRead
+from ...core.ops.kv_pool import KVPool
+from ...core.startup import timed
+from ...draft.heads.joined import JoinedHead
+from ...draft.heads.mtp import MTP, has_mtp
+from ...draft.proposers.kind import DrafterContext, LeftOutError, LoadedDrafter, Pooled
+from .drafts import DraftSpec, proposer_kind, texts_between
+from .target import load_model
 
 logger = logging.getLogger(__name__)
 

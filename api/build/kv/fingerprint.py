@@ -5,12 +5,12 @@ Imported only if a tier or a transfer needs it.
 
 from __future__ import annotations
 
-from ...core.config import EngineConfig, Sizes
-from ...core.interface.kv_codec import KV_CODECS
-from ...core.model.decoder import Decoder
-from ...core.model.images.vision import Vision
-from ...core.ops.machine.identity import machine_identity
-from ...core.tiers.fingerprint import (
+from ....core.config import EngineConfig, Sizes
+from ....core.interface.kv_codec import KV_CODECS
+from ....core.model.decoder import Decoder
+from ....core.model.images.vision import Vision
+from ....core.ops.machine.identity import machine_identity
+from ....core.tiers.fingerprint import (
     CODE,
     HEAD_CODE,
     FingerprintParts,
@@ -20,7 +20,7 @@ from ...core.tiers.fingerprint import (
     kernels_name,
     kv_fingerprint,
 )
-from ...draft.heads.joined import JoinedHead
+from ....draft.heads.joined import JoinedHead
 
 
 class ModelDigests:

@@ -1,1 +1,0 @@
-"""Components of an engine other than the target: the drafter and the prefix cache."""
