@@ -60,11 +60,11 @@ class StepCandidates:
     the request.
     ``node_probability`` [num_requests, D]: probability that the proposer's draft has at least 1, 2,
     ... nodes. ``passes_per_node``: passes of the proposer per node. ``num_uncached_draft_tokens``
-    [num_requests]: tokens whose KV the proposer lacks. ``budget``: maximum number of rows that all
-    drafts together may add. ``num_prefill``: prompt tokens of other requests in the same pass.
-    ``num_others``: other requests that decode in the step. ``tokens_per_pass``: draft tokens that
-    one pass of the proposer yields. ``context_lens`` [num_requests]: context length of each request
-    in tokens.
+    [num_requests]: tokens before the last whose KV the proposer lacks. ``budget``: maximum number
+    of rows that all drafts together may add. ``num_prefill``: prompt tokens of other requests in
+    the same pass. ``num_others``: other requests that decode in the step. ``tokens_per_pass``:
+    draft tokens that one pass of the proposer yields. ``context_lens`` [num_requests]: context
+    length of each request in tokens.
     """
 
     lookup_survival: FloatArray
