@@ -80,12 +80,17 @@ class OverlapWork:
         self._is_due, self._has_entered, self._error = False, False, None
 
 
+def is_launched_at_once(plan: StepPlan, runner: StepRunner) -> bool:
+    """Whether the launch of a plan is short and never waits for the device."""
+    return runner.is_async and plan.is_short
+
+
 class InFlightStep:
     """A step that is being computed, from its launch to its output.
 
-    Where the device computes asynchronously, the event loop itself makes a launch that is short
-    (`StepPlan.is_short`): waking the model thread and handing Python's lock over take longer than
-    the launch does. Everything else happens in the model thread, the wait for the output included.
+    With ``launches_here`` the event loop itself launches the step, and the model thread only waits
+    for the output: for a short launch, waking the thread and handing Python's lock over would take
+    longer than the launch. Otherwise everything happens in the model thread.
     """
 
     def __init__(
@@ -95,6 +100,7 @@ class InFlightStep:
         began: float,
         on_kernels_started: OnKernelsStarted,
         *,
+        launches_here: bool = False,
         is_ahead: bool = False,
     ) -> None:
         self.plan = plan
@@ -103,6 +109,7 @@ class InFlightStep:
         self.launched: Pending | None = None  # the step, once the event loop has launched it
         self._runner = runner
         self._on_kernels_started = on_kernels_started
+        self._launches_here = launches_here
         self._job: Job[StepOutput] | None = None
         self._launch_error: BaseException | None = None
 
@@ -112,7 +119,7 @@ class InFlightStep:
         ``after``: the preceding step, which chooses the last token of each request on the device.
         An error of the launch is raised where the output is waited for.
         """
-        if not (self._runner.is_async and self.plan.is_short):
+        if not self._launches_here:
             self._job = thread.start(self._run)
             return
         try:
@@ -196,20 +203,30 @@ class StepExecutor:
         return output
 
     def _start(self, plan: StepPlan, runner: StepRunner) -> InFlightStep:
-        in_flight = InFlightStep(plan, runner, self._clock(), self._overlap_work.kernels_started)
+        in_flight = InFlightStep(
+            plan,
+            runner,
+            self._clock(),
+            self._overlap_work.kernels_started,
+            launches_here=self._overlap and is_launched_at_once(plan, runner),
+        )
         in_flight.start(self._thread)
         return in_flight
 
     def _start_next(self, in_flight: InFlightStep, runner: StepRunner) -> None:
         """Launch the step after ``in_flight``, if it can be planned before that step is over."""
         after = in_flight.launched
-        if after is None or not self._overlap:
+        if after is None:
             return
         plan = plan_next(self._scheduler, in_flight.plan, self._clock())
         if plan is not None:
-            on_kernels_started = self._overlap_work.kernels_started
             self._next = InFlightStep(
-                plan, runner, self._clock(), on_kernels_started, is_ahead=True
+                plan,
+                runner,
+                self._clock(),
+                self._overlap_work.kernels_started,
+                launches_here=True,
+                is_ahead=True,
             )
             self._next.start(self._thread, after)
 

@@ -116,7 +116,7 @@ def chain(runner: Any, thread: StepThread, *names: str) -> list[InFlightStep]:
     for number, each in enumerate(names):
         after = flights[-1].launched if flights else None
         plan = plan_of(each, number)
-        flights.append(InFlightStep(plan, runner, 0.0, ignore_kernels, is_ahead=number > 0))
+        flights.append(InFlightStep(plan, runner, 0.0, ignore_kernels, launches_here=True))
         flights[-1].start(thread, after)
     return flights
 

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from foretoken.api.types.sampling_params import SamplingParams
 from foretoken.core.engine.model_thread import ModelThread
-from foretoken.core.engine.step_executor import InFlightStep
+from foretoken.core.engine.step_executor import InFlightStep, is_launched_at_once
 from foretoken.core.interface.draft import Draft, DraftPlan
 from foretoken.core.interface.output import StepOutput
 from foretoken.core.interface.plan import ScheduledRequest, StepPlan
@@ -94,7 +94,9 @@ def test_only_short_launches_of_a_device_are_made_on_the_event_loop(
         thread, device = ModelThread("foretoken-test", lambda: None), Watched(is_async=is_async)
         plan = plan_of("a")
         row: ScheduledRequest = replace(plan.requests[0], **changes)
-        flight = InFlightStep(replace(plan, requests=[row]), device, 0.0, ignore_kernels)
+        plan = replace(plan, requests=[row])
+        at_once = is_launched_at_once(plan, device)
+        flight = InFlightStep(plan, device, 0.0, ignore_kernels, launches_here=at_once)
         flight.start(thread)
         assert (flight.launched is not None) == is_here
         assert tokens_of(await flight.outcome(thread).result()) == {"a": [1]}
