@@ -218,13 +218,14 @@ class DraftSpeculator(Speculator):
         return candidates, trees
 
     def _num_uncached(self, states: Sequence[DraftState], context_lens: IntArray) -> IntArray:
-        """Return the number of tokens whose KV the proposer must compute before it drafts.
+        """Return the number of tokens before the last whose KV the proposer lacks.
 
-        The shape is [num_requests].
+        The shape is [num_requests]. The first pass of a draft computes the last token, too, and its
+        price already contains one row for each request.
         """
         if self._proposer is None or not self._proposer.catches_up:
             return np.zeros_like(context_lens)
-        return context_lens - np.array([state.proposer_len for state in states], np.int64)
+        return context_lens - 1 - np.array([state.proposer_len for state in states], np.int64)
 
     def _proposer_nodes(
         self,

@@ -317,7 +317,8 @@ class PrefixCache:
             return True
         if needed > (self.num_available_pages if evict else self.num_free_pages):
             return False
-        self._free += self._evict(needed - len(self._free))
+        if needed > len(self._free):
+            self._free += self._evict(needed - len(self._free))
         taken = self._free[-needed:]
         taken.reverse()
         del self._free[-needed:]

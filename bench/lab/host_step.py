@@ -296,6 +296,9 @@ class Session:
                 on_round(None if num_left == self._num_rounds + 1 else output)
             elif num_left == 0:
                 is_over.set()
+                # An engine with an `InlineThread` returns to the event loop when it is idle.
+                for request_id in [*self.engine.scheduler.running]:
+                    self.engine.abort(request_id)
 
         with patch.object(metrics, "observe_round", observed):
             await self.engine.start()

@@ -1,8 +1,8 @@
 """Engine: the asyncio loop between callers and the model thread.
 
 There is one event loop and one model thread. Requests and the cache change on the loop's thread
-alone: in the engine's task, which is suspended while the model thread runs a step, and in other
-calls on that loop (`submit`, `flush_cache`). So no locks are needed.
+alone: in the engine's task, which is suspended while the model thread runs a step or waits for its
+output, and in other calls on that loop (`submit`, `flush_cache`). So no locks are needed.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class Engine:
         thread = make_thread("foretoken-io", lambda: None)
         weakref.finalize(self, thread.close)
         return TierIO(
-            self.scheduler.page_loads, thread, clock=self._clock, on_change=self._load_ended
+            self.scheduler.page_loads, thread, clock=self._clock, on_change=self._inbox.notify
         )
 
     # -- callers --------------------------------------------------------------------------------
@@ -187,7 +187,6 @@ class Engine:
         except QueueFull as full:
             full.retry_after = self._inbox.retry_after()
             raise
-        self._step_executor.withdraw()  # plan the next step again, so that the request may join it
         return self._inbox.accept(request, self._clock())
 
     def fetch(self, request: Request) -> None:
@@ -425,11 +424,6 @@ class Engine:
         self._lost = failure
         self._inbox.notify()
 
-    def _load_ended(self) -> None:
-        """Cancel the step that was planned ahead: a request no longer waits for its pages."""
-        self._step_executor.withdraw()
-        self._inbox.notify()
-
     def _should_wait_for_kernels(self) -> bool:
         """Whether the loop has so much work that it should wait for the start of the kernels."""
         return (
@@ -472,7 +466,6 @@ class Engine:
         """End all requests, including those in the inbox: with ``error``, or abort them if None."""
         last = error or EngineDead(CLOSED)
         try:
-            self._step_executor.withdraw()
             self._inbox.queue_events(self.scheduler.abort_all(self._clock(), error))
             self._deliver()
         except Exception:

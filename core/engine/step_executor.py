@@ -1,4 +1,4 @@
-"""StepExecutor: computes a plan in the model thread, commits its outcome and handles failures."""
+"""StepExecutor: lets a plan be computed, commits its outcome and handles failures."""
 
 from __future__ import annotations
 
@@ -80,12 +80,17 @@ class OverlapWork:
         self._is_due, self._has_entered, self._error = False, False, None
 
 
-class InFlightStep:
-    """A step in the model thread, which may be launched before the preceding step's output is read.
+def is_launched_at_once(plan: StepPlan, runner: StepRunner) -> bool:
+    """Whether the launch of a plan is short and never waits for the device."""
+    return runner.is_async and plan.is_short
 
-    Such an early plan lacks the last token of each request, which the preceding step, ``after``,
-    chooses on the device. ``splits``: the thread launches the step in one call and waits for it in
-    another, so that the next step can be launched in between.
+
+class InFlightStep:
+    """A step that is being computed, from its launch to its output.
+
+    With ``launches_here`` the event loop itself launches the step, and the model thread only waits
+    for the output: for a short launch, waking the thread and handing Python's lock over would take
+    longer than the launch. Otherwise everything happens in the model thread.
     """
 
     def __init__(
@@ -95,83 +100,47 @@ class InFlightStep:
         began: float,
         on_kernels_started: OnKernelsStarted,
         *,
-        after: InFlightStep | None = None,
-        splits: bool = False,
+        launches_here: bool = False,
+        is_ahead: bool = False,
     ) -> None:
         self.plan = plan
         self.began = began  # seconds on the engine's clock
-        self.is_ahead = after is not None
+        self.is_ahead = is_ahead  # whether the preceding step was not over when it was planned
+        self.launched: Pending | None = None  # the step, once the event loop has launched it
         self._runner = runner
         self._on_kernels_started = on_kernels_started
-        self._after = after
-        self._splits = splits
-        self._claims = [None]  # whoever removes the item decides whether the step is computed
+        self._launches_here = launches_here
         self._job: Job[StepOutput] | None = None
-        self._pending: Pending | None = None
-        self._launch_error: BaseException = StepCancelled()  # raised if the step is not launched
+        self._launch_error: BaseException | None = None
 
-    def start(self, thread: StepThread) -> None:
-        """Queue the step as a call of ``thread``."""
-        if self._splits:
-            thread.start(self._launch)
-        else:
+    def start(self, thread: StepThread, after: Pending | None = None) -> None:
+        """Launch the step, or begin it in ``thread``.
+
+        ``after``: the preceding step, which chooses the last token of each request on the device.
+        An error of the launch is raised where the output is waited for.
+        """
+        if not self._launches_here:
             self._job = thread.start(self._run)
+            return
+        try:
+            self.launched = self._runner.launch(self.plan, after, self._on_kernels_started)
+        except BaseException as error:  # `_finish` raises it
+            self._launch_error = error
 
     def outcome(self, thread: StepThread) -> Job[StepOutput]:
-        """Return the call whose result is the step's output.
-
-        With ``splits`` the call is queued here, so the next step must be started before.
-        """
+        """Return the call in ``thread`` whose result is the step's output."""
         if self._job is None:
             self._job = thread.start(self._finish)
         return self._job
 
-    def withdraw(self) -> bool:
-        """Cancel the step if the thread has not begun it; return whether it was cancelled."""
-        return self._claim()
-
-    # -- in the model thread --------------------------------------------------------------------
-
-    def _claim(self) -> bool:
-        try:
-            self._claims.pop()  # only one thread can remove the item
-        except IndexError:
-            return False
-        return True
-
-    def _take_previous(self) -> Pending | None:
-        """Return the preceding launched step, if any, and drop the reference to it.
-
-        Raises `StepCancelled` if this step was withdrawn, or if the preceding one was not launched.
-        """
-        after, self._after = self._after, None
-        if not self._claim() or (after is not None and after._pending is None):
-            raise StepCancelled
-        return None if after is None else after._pending
-
     def _run(self) -> StepOutput:
-        self._launch()
-        return self._finish()
-
-    def _launch(self) -> None:
-        try:
-            self._pending = self._runner.launch(
-                self.plan, self._take_previous(), self._on_kernels_started
-            )
-        # `_launch_error` already has such an error, whose frames do not hold the preceding step.
-        except StepCancelled:
-            return
-        except BaseException as error:  # `_finish` raises it
-            self._launch_error = error
+        return self._runner.launch(self.plan, None, self._on_kernels_started).finish()
 
     def _finish(self) -> StepOutput:
-        if self._pending is None:
+        if self._launch_error is not None:
             raise self._launch_error
-        try:
-            return self._pending.finish()
-        except BaseException:
-            self._pending = None  # so that the next step, which depends on this one, is cancelled
-            raise
+        assert self.launched is not None
+        return self.launched.finish()
 
 
 class StepExecutor:
@@ -211,11 +180,6 @@ class StepExecutor:
         """Plan of the step that was started ahead of its turn, or None."""
         return None if self._next is None else self._next.plan
 
-    def withdraw(self) -> None:
-        """Cancel the step that was started ahead, if the model thread has not begun it."""
-        if self._next is not None and self._next.withdraw():
-            self._drop()
-
     async def step(self, plan: StepPlan, runner: StepRunner) -> StepOutput | None:
         """Compute and commit a plan, and return the output; None if the plan was run in parts.
 
@@ -238,27 +202,33 @@ class StepExecutor:
         self._num_fruitless = 0
         return output
 
-    def _start(
-        self, plan: StepPlan, runner: StepRunner, after: InFlightStep | None = None
-    ) -> InFlightStep:
-        on_kernels_started = self._overlap_work.kernels_started
+    def _start(self, plan: StepPlan, runner: StepRunner) -> InFlightStep:
         in_flight = InFlightStep(
             plan,
             runner,
             self._clock(),
-            on_kernels_started,
-            after=after,
-            splits=self._overlap and runner.is_async,
+            self._overlap_work.kernels_started,
+            launches_here=self._overlap and is_launched_at_once(plan, runner),
         )
         in_flight.start(self._thread)
         return in_flight
 
     def _start_next(self, in_flight: InFlightStep, runner: StepRunner) -> None:
-        if not (self._overlap and runner.is_async):
+        """Launch the step after ``in_flight``, if it can be planned before that step is over."""
+        after = in_flight.launched
+        if after is None:
             return
         plan = plan_next(self._scheduler, in_flight.plan, self._clock())
         if plan is not None:
-            self._next = self._start(plan, runner, after=in_flight)
+            self._next = InFlightStep(
+                plan,
+                runner,
+                self._clock(),
+                self._overlap_work.kernels_started,
+                launches_here=True,
+                is_ahead=True,
+            )
+            self._next.start(self._thread, after)
 
     async def _abandon_next(self) -> None:
         """Discard the step that was launched after the failed step."""
@@ -267,11 +237,7 @@ class StepExecutor:
             output = await self._compute(in_flight, self._clock())  # a launched step must end first
             if isinstance(output, Exception):
                 forget_frames(output)
-            self._drop()
-
-    def _drop(self) -> None:
-        in_flight, self._next = self._next, None
-        if in_flight is not None:
+            self._next = None
             self._scheduler.discard_plan(in_flight.plan)
 
     async def _run(self, in_flight: InFlightStep) -> StepOutput | Exception:

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import accumulate, compress
 
 from torch import Tensor
 
@@ -230,14 +231,14 @@ class StepLayout:
     drafts: Sequence[Draft]
     page_size: int
     # The rows of all requests; None if they are in `segments`, because a request has extras.
-    rows: RowTable | None = None
-    segments: list[Segment] = field(default_factory=list)
-    first_rows: list[int] = field(default_factory=list)  # first batch row of each request
-    first_logits: list[int] = field(default_factory=list)  # first row of logits of each request
-    samples: list[bool] = field(default_factory=list)  # `ScheduledRequest.samples` of each request
-    unknown_rows: dict[str, int] = field(default_factory=dict)
-    sampled_rows: list[int] = field(default_factory=list)
-    drafted: list[DraftedRow] = field(default_factory=list)  # one for each request that samples
+    rows: RowTable | None
+    segments: list[Segment]
+    first_rows: list[int]  # first batch row of each request
+    first_logits: list[int]  # first row of logits of each request
+    samples: list[bool]  # `ScheduledRequest.samples` of each request
+    unknown_rows: dict[str, int]
+    sampled_rows: list[int]
+    drafted: list[DraftedRow]  # one for each request that samples
 
     @property
     def num_rows(self) -> int:
@@ -253,36 +254,45 @@ class StepLayout:
         """Return the layout of a step with these requests and drafts."""
         has_records = all_plain(requests) and rows_library() is not None
         rows = RowTable(page_size) if has_records else None
-        layout, row, logit = cls(requests, drafts, page_size, rows), 0, 0
-        first_rows, first_logits = layout.first_rows, layout.first_logits
-        all_samples, sampled_rows, drafted = layout.samples, layout.sampled_rows, layout.drafted
-        for scheduled, draft in zip(requests, drafts, strict=True):
-            first_rows.append(row)
-            first_logits.append(logit)
-            own, is_ahead = scheduled.tokens, scheduled.is_ahead
-            tokens = own[scheduled.start : scheduled.stop - is_ahead]
-            if is_ahead:
-                layout.unknown_rows[scheduled.request_id] = row
+        segments, samples = list[Segment](), [each.samples for each in requests]
+        lens = list(map(len, [draft.token_ids for draft in drafts]))
+        counts = [
+            num_logits(own, length, samples=draws)
+            for own, length, draws in zip(requests, lens, samples, strict=True)
+        ]
+        row_ends = accumulate(
+            [own.stop - own.start + length for own, length in zip(requests, lens, strict=True)]
+        )
+        first_rows, logit_ends = [0, *row_ends][:-1], list(accumulate(counts))
+        pairs = list(zip(requests, drafts, strict=True))
+        for (scheduled, draft), draws, count in zip(pairs, samples, counts, strict=True):
+            tokens = scheduled.tokens[scheduled.start : scheduled.stop - scheduled.is_ahead]
+            if scheduled.is_ahead:
                 tokens.append(0)
-            token_ids, samples = draft.token_ids, scheduled.samples
-            num_drafted = len(token_ids)
-            all_samples.append(samples)
-            row += len(tokens) + num_drafted
-            count = num_logits(scheduled, num_drafted, samples=samples)
-            logit += count
             if rows is None:
-                layout.segments.extend(
-                    request_segments(scheduled, tokens, draft, page_size, samples=samples)
-                )
+                segments += request_segments(scheduled, tokens, draft, page_size, samples=draws)
             elif draft.parents:
                 add_rows(rows, scheduled, tokens, draft, count)
             else:
-                rows.add(tokens, scheduled.start, count, scheduled.page_ids, token_ids)
-            if samples:
-                sampled_rows.extend(range(logit - num_drafted - 1, logit))
-                sampling, parents = scheduled.sampling, draft.parents
-                drafted.append(DraftedRow(own, sampling, token_ids, parents, int(is_ahead)))
-        return layout
+                rows.add(tokens, scheduled.start, count, scheduled.page_ids, draft.token_ids)
+        drawn = compress(zip(logit_ends, lens, strict=True), samples)
+        placed = zip(requests, first_rows, strict=True)
+        return cls(
+            requests=requests,
+            drafts=drafts,
+            page_size=page_size,
+            rows=rows,
+            segments=segments,
+            first_rows=first_rows,
+            first_logits=[0, *logit_ends][:-1],
+            samples=samples,
+            unknown_rows={own.request_id: row for own, row in placed if own.is_ahead},
+            sampled_rows=[row for end, num in drawn for row in range(end - 1 - num, end)],
+            drafted=[
+                DraftedRow(own.tokens, own.sampling, each.token_ids, each.parents, own.is_ahead)
+                for own, each in compress(pairs, samples)
+            ],
+        )
 
     # -- before the outcome is known
 
@@ -311,12 +321,10 @@ class StepLayout:
                 rows.append(drafted)
                 counts.append(1 + len(draft.token_ids))
                 continue
-            trunk_len = draft.trunk_len
-            rows.append(drafted.at(trunk_len - 1))
-            counts.append(1 + trunk_len)
-            for first, stop in draft.runs[1:]:
-                rows.append(drafted.at(stop - 1))
-                counts.append(stop - first)
+            depths = draft.depths()
+            for first, stop in draft.runs:
+                rows.append(drafted.at_depth(depths[stop - 1]))
+                counts.append(stop - first if first else 1 + stop)
         return SamplingPlan(rows, counts)
 
     def sample_rows(self) -> list[DraftedRow]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import count, takewhile
+from operator import lt
 
 import msgspec
 
@@ -94,8 +95,8 @@ class Draft(msgspec.Struct, frozen=True, gc=False):
         """Whether every node's parent is an earlier node or -1."""
         if not self.parents:
             return True
-        sound = all(-1 <= parent < node for node, parent in enumerate(self.parents))
-        return sound and len(self.parents) == len(self.token_ids)
+        is_sound = min(self.parents) >= -1 and all(map(lt, self.parents, count()))
+        return is_sound and len(self.parents) == len(self.token_ids)
 
 
 # Results are cached, because several parts of a step need the shape of the same tree.
@@ -116,9 +117,10 @@ def _trunk_len(parents: tuple[int, ...]) -> int:
 
 
 def _depths(parents: Sequence[int]) -> list[int]:
-    depths: list[int] = []
-    for parent in parents:
-        depths.append(1 if parent < 0 else depths[parent] + 1)
+    depths = [1] * len(parents)
+    for node, parent in enumerate(parents):
+        if parent >= 0:
+            depths[node] += depths[parent]
     return depths
 
 

@@ -116,6 +116,19 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     released_request_ids: Sequence[str] = ()
 
     @property
+    def is_short(self) -> bool:
+        """Whether a device is given the step by one short call, which never waits for the device.
+
+        Every request decodes one token without token history, and no proposer drafts.
+        """
+        for scheduled in self.requests:
+            is_decode = scheduled.stop - scheduled.start == 1
+            is_asked = scheduled.draft_plan.max_draft > 0  # the proposer
+            if not is_decode or is_asked or scheduled.sampling.needs_history:
+                return False
+        return True
+
+    @property
     def is_decode_only(self) -> bool:
         """Whether every request decodes one token, without a draft and without token history.
 

@@ -1,7 +1,7 @@
 """Protocols of the parts that the engine calls: drafting and the model.
 
-`Speculator` decides the draft of each request, in the event loop. `StepRunner` computes steps in
-the model thread; it may launch a step before the previous step has ended.
+`Speculator` decides the draft of each request, on the event loop. `StepRunner` computes steps; it
+may launch a step before the previous step has ended.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ OnKernelsStarted = Callable[[], None]
 
 
 class StepCancelled(Exception):  # noqa: N818 - nothing went wrong with this step itself
-    """Error of a step that was withdrawn, or for which the previous step chose no input token."""
+    """Error of a step whose output was asked for again after its first `Pending.finish` failed."""
 
 
 class Pending(Protocol):
@@ -140,7 +140,11 @@ def ignore_kernels() -> None:
 
 
 class StepRunner(Protocol):
-    """Runner of steps in the model thread."""
+    """Runner of steps, of which one call runs at a time.
+
+    The engine calls it in the model thread. Only a short launch (`StepPlan.is_short`) of a runner
+    with `is_async` is called on the event loop.
+    """
 
     @property
     def is_async(self) -> bool:

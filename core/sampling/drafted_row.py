@@ -40,6 +40,10 @@ class DraftedRow(msgspec.Struct, frozen=True, dict=True):
         tail = self.tail(node) if node >= 0 else ()
         return DraftedRow(self.tokens, self.sampling, tail, (), self.num_ahead)
 
+    def at_depth(self, depth: int) -> DraftedRow:
+        """Return the row of any node at ``depth``, for a sampler that does not read drafted ids."""
+        return DraftedRow(self.tokens, self.sampling, self.draft[:depth], (), self.num_ahead)
+
     def tail(self, node: int) -> Sequence[int]:
         """Return the draft tokens on the path to ``node``, inclusive; empty for -1."""
         if not self.parents:
@@ -106,3 +110,12 @@ class DraftedRow(msgspec.Struct, frozen=True, dict=True):
     def banned_by_words(self, words: Sequence[tuple[int, ...]]) -> list[int]:
         """Return the last token of each word whose other tokens end ``tokens`` plus the draft."""
         return [word[-1] for word in words if self.ending(len(word) - 1) == word[:-1]]
+
+
+def positions_of(rows: Sequence[DraftedRow]) -> list[int]:
+    """Return `DraftedRow.position` of each row."""
+    lens = map(len, [row.tokens for row in rows]), map(len, [row.draft for row in rows])
+    return [
+        num_tokens + row.num_ahead + num_drafted - row.sampling.prompt_len
+        for row, num_tokens, num_drafted in zip(rows, *lens, strict=True)
+    ]

@@ -35,7 +35,6 @@ def plan_next(scheduler: Scheduler, plan: StepPlan, now: float) -> StepPlan | No
         return None
     scheduler.cache.tick(now)
     scheduler.request_table.begin_round(now)
-    planned = []
     page_size = scheduler.cache.page_size
     for scheduled, request in continuing:
         upto, lease = scheduled.stop + 1, request.lease
@@ -46,7 +45,11 @@ def plan_next(scheduler: Scheduler, plan: StepPlan, now: float) -> StepPlan | No
         has_pages = upto <= len(lease.page_ids) * page_size
         if not has_pages and not scheduler.cache.extend(lease, upto):
             return None
-        planned.append(_next_row(scheduled, request, lease.page_ids[:]))
+    planned = [
+        _next_row(scheduled, request, request.lease.page_ids[:])
+        for scheduled, request in continuing
+        if request.lease is not None
+    ]
     scheduler.accounts.charge_decodes(requests)
     return scheduler.make_plan(planned, is_plain=True)
 

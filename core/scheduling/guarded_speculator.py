@@ -134,7 +134,8 @@ class GuardedSpeculator(Guarded[Speculator], Speculator):
         except Exception:
             self.record_exception("plan")
             return [NO_DRAFT_PLAN] * len(requests)
-        self.breakers["plan"].record_success()
+        if self.breakers:
+            self.breakers["plan"].record_success()
         return plans
 
     @override

@@ -21,6 +21,7 @@ def take_output(request: Request, scheduled: ScheduledRequest, out: RequestOutpu
     delta, tokens, token_ids = Delta(), request.tokens, out.token_ids
     if out.prompt_logprobs:
         delta.prompt_logprobs = _new_prompt_logprobs(request, scheduled, out)
+    num_computed = scheduled.stop + len(out.path)
     cannot_end = (
         request.on_token is None
         and len(tokens) + len(token_ids) < request.max_len
@@ -31,7 +32,8 @@ def take_output(request: Request, scheduled: ScheduledRequest, out: RequestOutpu
         delta.token_ids, delta.logprobs = [*token_ids], [*out.logprobs]
     else:
         _append(request, out, delta)
-    request.num_computed = min(scheduled.stop + len(out.path), len(tokens))
+        num_computed = min(num_computed, len(tokens))
+    request.num_computed = num_computed
     if out.pooled is not None:
         delta.pooled = out.pooled
         request.usage.verify_steps += 1

@@ -60,11 +60,11 @@ class StepCandidates:
     the request.
     ``node_probability`` [num_requests, D]: probability that the proposer's draft has at least 1, 2,
     ... nodes. ``passes_per_node``: passes of the proposer per node. ``num_uncached_draft_tokens``
-    [num_requests]: tokens whose KV the proposer lacks. ``budget``: maximum number of rows that all
-    drafts together may add. ``num_prefill``: prompt tokens of other requests in the same pass.
-    ``num_others``: other requests that decode in the step. ``tokens_per_pass``: draft tokens that
-    one pass of the proposer yields. ``context_lens`` [num_requests]: context length of each request
-    in tokens.
+    [num_requests]: tokens before the last whose KV the proposer lacks. ``budget``: maximum number
+    of rows that all drafts together may add. ``num_prefill``: prompt tokens of other requests in
+    the same pass. ``num_others``: other requests that decode in the step. ``tokens_per_pass``:
+    draft tokens that one pass of the proposer yields. ``context_lens`` [num_requests]: context
+    length of each request in tokens.
     """
 
     lookup_survival: FloatArray
@@ -366,8 +366,8 @@ def _best_with_proposer(
     most_gain = np.maximum(nodes.cumsum(axis=1), lookup.sum(axis=1)[:, None]).sum(axis=0)
     none = np.zeros(num_requests, dtype=np.int64)
     best = Allocation(none, none)
-    for depth in _last_depths(candidates, num_depths):
-        if most_gain[depth - 1] - pass_price * _num_passes(candidates, depth) <= best.net_gain:
+    for num_passes, depth in _last_depths(candidates, num_depths).items():
+        if most_gain[depth - 1] - pass_price * num_passes <= best.net_gain:
             continue  # This number of nodes cannot be the best, even if rows cost nothing.
         gain = node_gains[:, depth - 1] - catch_up_price
         by_proposer = (gain > lookup_gain) & (nodes[:, 0] > 0.0)
@@ -379,8 +379,8 @@ def _best_with_proposer(
         num_rows[by_proposer, :depth] = node_rows[by_proposer, :depth]
         prefix = _best_prefix(survival, num_rows, candidates.budget, prices, overhead)
         depths = np.where(by_proposer, prefix.counts, 0)
-        num_passes = _num_passes(candidates, int(depths.max()))
-        paid = pass_price * num_passes + float(catch_up_price[depths > 0].sum())
+        num_needed = _num_passes(candidates, int(depths.max()))
+        paid = pass_price * num_needed + float(catch_up_price[depths > 0].sum())
         if depths.any() and prefix.net_gain - paid > best.net_gain:
             counts = np.where(by_proposer, 0, prefix.counts)
             net_gain = prefix.net_gain - paid
@@ -393,7 +393,10 @@ def _num_passes(candidates: StepCandidates, depth: int) -> int:
     return max(1, ceil(candidates.passes_per_node * depth / candidates.tokens_per_pass))
 
 
-def _last_depths(candidates: StepCandidates, num_depths: int) -> list[int]:
-    """Return the maximum number of nodes per request for each number of the proposer's passes."""
-    by_passes = {_num_passes(candidates, depth): depth for depth in range(1, num_depths + 1)}
-    return list(by_passes.values())
+def _last_depths(candidates: StepCandidates, num_depths: int) -> dict[int, int]:
+    """Return the maximum number of nodes per request, by the number of the proposer's passes."""
+    depths = np.arange(1, num_depths + 1)
+    passes = np.ceil(candidates.passes_per_node * depths / candidates.tokens_per_pass)
+    return dict(
+        zip(np.maximum(1.0, passes).astype(np.int64).tolist(), depths.tolist(), strict=True)
+    )

@@ -53,5 +53,7 @@ class DraftOutcome:
         survival = self.draft.survival
         if not survival:
             return self.path
-        order = sorted(range(len(survival)), key=lambda node: -survival[node])
-        return tuple(order.index(node) for node in self.path if survival[node])
+        negated = [-each for each in survival]
+        order = sorted(range(len(negated)), key=negated.__getitem__)
+        ranks = {node: rank for rank, node in enumerate(order)}
+        return tuple([ranks[node] for node in self.path if survival[node]])

@@ -38,8 +38,8 @@ class SimulatedThread(VirtualThread):
 
     def start(self, work: Callable[[], T]) -> Job[T]:
         """Begin a call. Raises `EngineDead` once closed."""
-        if self.under_way == 3:  # a step, the one made ahead, one that was withdrawn before them
-            self._on_change("four calls are under way in the one model thread")
+        if self.under_way == 2:  # a step, and one that a cancelled engine no longer waits for
+            self._on_change("three calls are under way in the one model thread")
         self.num_calls += not self.is_closed
         self.under_way += not self.is_closed
         return super().start(work)

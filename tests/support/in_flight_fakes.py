@@ -9,7 +9,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from foretoken.api.types.sampling_params import SamplingParams
-from foretoken.core.engine.model_thread import Job
+from foretoken.core.engine.model_thread import Job, StepThread
 from foretoken.core.engine.step_executor import InFlightStep
 from foretoken.core.interface.output import RequestOutput, StepOutput
 from foretoken.core.interface.plan import ScheduledRequest, StepPlan
@@ -110,13 +110,14 @@ class Hand:
     def close(self) -> None: ...
 
 
-def chain(runner: Any, *names: str) -> list[InFlightStep]:
-    """One step behind the other."""
+def chain(runner: Any, thread: StepThread, *names: str) -> list[InFlightStep]:
+    """Start one step behind the other."""
     flights: list[InFlightStep] = []
     for number, each in enumerate(names):
-        after = flights[-1] if flights else None
+        after = flights[-1].launched if flights else None
         plan = plan_of(each, number)
-        flights.append(InFlightStep(plan, runner, 0.0, ignore_kernels, after=after, splits=True))
+        flights.append(InFlightStep(plan, runner, 0.0, ignore_kernels, launches_here=True))
+        flights[-1].start(thread, after)
     return flights
 
 

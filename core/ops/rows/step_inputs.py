@@ -57,11 +57,12 @@ def lay_out(
     num_rows, num_logits, num_segments, max_tails = sizes
     num_fixed = 2 * num_rows + num_logits + 5 * num_segments + max_tails
     numbers = np.empty(num_fixed + rows.max_pages, np.int64)
+    at = address_of(numbers)
     records = array("q", rows.records)
     num_pages = library.ft_lay_out(
-        STRUCTS.ft_requested.from_address(_at(records)), rows.num_requests, rows.page_size,
-        _at(rows.page_ids), _at(rows.spare_page_ids), _at(rows.parents),
-        address_of(numbers), *sizes,
+        STRUCTS.ft_requested.from_address(records.buffer_info()[0]), rows.num_requests,
+        rows.page_size, rows.page_ids.buffer_info()[0], rows.spare_page_ids.buffer_info()[0],
+        rows.parents.buffer_info()[0], at, *sizes,
     )  # fmt: skip
     if num_pages < 0:
         raise ValueError("a row of the step has no page")
@@ -85,7 +86,3 @@ def lay_out(
         tails=numbers[at_tails : at_tails + num_tails],
         device_tokens=device_tokens,
     )
-
-
-def _at(numbers: array[int]) -> int:
-    return numbers.buffer_info()[0]

@@ -52,7 +52,7 @@ def test_any_proposer_is_priced_by_its_traits(tokens_per_pass, catches_up, weigh
     costs.load(PROFILE)
     seen, plan = _decision(speculator)
     assert seen.tokens_per_pass == tokens_per_pass
-    assert seen.num_uncached_draft_tokens.tolist() == [9 if catches_up else 0]
+    assert seen.num_uncached_draft_tokens.tolist() == [8 if catches_up else 0]
     assert plan.max_draft > 0
     assert (bool(plan.row_prices), plan.may_branch) == (weighs, weighs)
 

@@ -54,12 +54,12 @@ MUTATIONS = (
         "overlap costs no drafts",
     ),
     Mutation(
-        "flight-computes-what-was-withdrawn",
-        "InFlightStep._take_previous",
-        "if not self._claim() or (",
-        "if (self._claim() and False) or (",
-        ("test_a_launch_that_was_withdrawn_is_not_made",),
-        "a step that was dropped writes no page",
+        "flight-drafts-on-the-event-loop",
+        "StepPlan.is_short",
+        "if not is_decode or is_asked or",
+        "if not is_decode or",
+        ("test_only_short_launches_of_a_device_are_made_on_the_event_loop",),
+        "the event loop never waits for the device",
     ),
     Mutation(
         "launched-goes-on-from-anothers-token",

@@ -64,8 +64,8 @@ MUTATIONS = (
     Mutation(
         "graph-chooses-for-edited-rows",
         "write_plain_controls",
-        "if first < encoded.edited_until:",
-        "if first < encoded.min_tokens:",
+        "if first < own.edited_until]:",
+        "if first < own.min_tokens]:",
         ("test_beside_an_edited_row_all_are_chosen_behind_the_graph",),
         "law 4: the same token in a graph and out of it",
     ),

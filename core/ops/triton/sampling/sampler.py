@@ -252,17 +252,22 @@ def bests_of_words(
     ranks = (words >> 32).astype(np.int32)
     scores = (ranks ^ ((ranks >> 31) & 0x7FFFFFFF)).view(np.float32)
     counts = np.count_nonzero(ranks > _NEVER_RANK, axis=1).tolist()  # -inf is never drawn
-    found = []
-    for index, (count, ids, mine) in enumerate(
-        zip(counts, (_LAST_ID - (words & _LAST_ID)).tolist(), scores.tolist(), strict=True)
-    ):
-        error = _ERRORS.get(int(words[index, 0]))
-        error = refusals.get(index) if error is None else error
-        if error is not None:
-            found.append(Best((), (), error))
-            continue
-        token_ids = ids[:count] if names is None else [names[at] for at in ids[:count]]
-        found.append(Best(tuple(token_ids), tuple(mine[:count])))
+    firsts, errors = words[:, 0].tolist(), dict[int, str]()
+    if refusals or not _ERRORS.keys().isdisjoint(firsts):
+        errors = refusals | {at: _ERRORS[each] for at, each in enumerate(firsts) if each in _ERRORS}
+    columns = (_LAST_ID - (words & _LAST_ID)).tolist()
+    for at in errors:
+        counts[at] = 0
+    found = [
+        Best(tuple(ids[:count]), tuple(mine[:count]))
+        for count, ids, mine in zip(counts, columns, scores.tolist(), strict=True)
+    ]
+    if names is not None:
+        found = [
+            best._replace(token_ids=tuple([names[at] for at in best.token_ids])) for best in found
+        ]
+    for at, error in errors.items():
+        found[at] = Best((), (), error)
     return found
 
 

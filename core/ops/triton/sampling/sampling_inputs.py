@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ....interface.sampling import SamplingMetadata
-from ....sampling.drafted_row import DraftedRow
+from ....sampling.drafted_row import DraftedRow, positions_of
 from ....sampling.encoded import CUT, PLACE, EncodedSampling
 from ....sampling.gumbel import stream_keys
 from ....sampling.verifier import LogitsRow
@@ -66,13 +66,14 @@ def write_plain_controls(draws: SamplingPlan, vocab_size: int) -> SamplingInputs
 
     Returns None if a row is edited or may have an error; no constraint is called.
     """
-    records, firsts = list[bytes](), list[int]()
-    for row, count in zip(draws.rows, draws.counts, strict=True):
-        encoded, first = row.encoded(vocab_size), row.position - count + 1
-        if first < encoded.edited_until:
-            return None
-        records.append(encoded.place * count)
-        firsts.append(first)
+    firsts = [
+        position - count + 1
+        for position, count in zip(positions_of(draws.rows), draws.counts, strict=True)
+    ]
+    encoded = [row.sampling.cached(EncodedSampling, vocab_size) for row in draws.rows]
+    if [1 for own, first in zip(encoded, firsts, strict=True) if first < own.edited_until]:
+        return None  # the list above is faster than `any`
+    records = [own.place * count for own, count in zip(encoded, draws.counts, strict=True)]
     counts = np.array(draws.counts, np.int64)
     offsets = np.array(firsts, np.int64) - counts.cumsum() + counts
     rows = np.arange(counts.sum())
