@@ -7,7 +7,8 @@
 - ``kernels``: answers of the torch backend, verified by the native kernels. The share of large
   margins is the rate of `api/runtime/verifying/agreement.py`.
 - ``false``: answers of many parameters, generated with drafts and in batches by one process,
-  verified one by one in another process without drafts: the number of false verdicts.
+  verified in another order and other batches by another process without drafts: the number of false
+  verdicts, by token ids and by text. ``--first`` continues with other seeds.
 
 Each part reads ``--model``: ``smollm2``, ``builtin``, a folder, or ``off-grid``, the twin of
 SmolLM2 in bfloat16 that `python -m foretoken.bench.off_grid` describes.
@@ -24,7 +25,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from msgspec import structs
 
@@ -48,21 +49,40 @@ FORM = {
     "properties": {"name": {"type": "string", "maxLength": 20}, "size": {"type": "integer"}},
     "required": ["name", "size"],
 }
-# Parameters of `false`; each answer has one of them, and a seed of its own.
-KINDS: Mapping[str, Mapping[str, Any]] = {
+TOOLS = [
+    {"type": "function", "function": {"name": "measure", "parameters": FORM}},
+    {"type": "function", "function": {"name": "forget", "parameters": {"type": "object"}}},
+]
+FREE: Mapping[str, Mapping[str, Any]] = {
     "greedy": {"temperature": 0},
     "sampled": {},
     "hot": {"temperature": 1.7},
     "cuts": {"temperature": 0.8, "top_p": 0.9, "top_k": 40, "min_p": 0.02},
     "penalties": {"repetition_penalty": 1.15, "presence_penalty": 0.4, "frequency_penalty": 0.2},
     "bias": {"logit_bias": {300: 3.0, 206: -5.0}},
+    "allowed": {"allowed_token_ids": [*range(150, 1000)]},
     "bans": {"bad_words": ["the", "of"]},
+    "choices": {"n": 2, "temperature": 0.9, "top_p": 0.95},
+    "log-probabilities": {"logprobs": 3, "repetition_penalty": 1.1},
+}
+# Parameters of `false`; each answer has one of them, and a seed of its own. Every other answer of
+# `FREE` goes on after the model's stop token.
+KINDS: Mapping[str, Mapping[str, Any]] = {
+    **FREE,
     "stop": {"stop": ["e t", ".\n"], "min_tokens": 5},
     "stop ids": {"stop_token_ids": [30, 31, 260], "min_tokens": 9},
     "schema": {"json_schema": FORM},
     "regex": {"regex": r"[a-f]{3,9}-\d{2,60}"},
     "choice": {"choice": ["yes, certainly", "no"]},
+    "grammar": {"grammar": 'start: WORD (" " WORD)*\nWORD: /[a-z]{2,9}/'},
+    "forced call": {},
+    "calls": {"temperature": 0.6},
 }
+CALLS: Mapping[str, Mapping[str, Any]] = {
+    "forced call": {"tools": TOOLS, "tool_choice": "required"},
+    "calls": {"tools": TOOLS},
+}
+AT_ONCE = 16  # answers that are generated together
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -72,6 +92,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", default="off-grid", help="model (off-grid)")
     parser.add_argument("--answers", type=int, default=20, help="number of answers (20)")
     parser.add_argument("--tokens", type=int, default=128, help="tokens of an answer (128)")
+    parser.add_argument("--first", type=int, default=0, help="number of the first answer (0)")
+    parser.add_argument("--draft", default="auto", help="drafts of the answers of false (auto)")
     parser.add_argument("--rounds", type=int, default=5, help="rounds of speed (5)")
     parser.add_argument("--threads", type=int, default=2, help="threads of the model (2)")
     parser.add_argument("--out", type=Path, help="file to write")
@@ -240,55 +262,115 @@ def _found(verdicts: Sequence[Verdict]) -> Row:
 # -- false verdicts --------------------------------------------------------------------------------
 
 
+class Given(NamedTuple):
+    """The choices of one request of `false`, and how many of its tokens were drafted."""
+
+    at: int
+    choices: list[Choice]
+    num_accepted: int
+
+
+class Checked(NamedTuple):
+    """A verdict of `false`."""
+
+    kind: str
+    verdict: Verdict
+    is_text: bool
+
+
 def false_verdicts(options: argparse.Namespace) -> list[Row]:
     """Return the number of false verdicts for each kind of parameters."""
     context = multiprocessing.get_context("spawn")
     with context.Pool(1) as other:  # another process, with drafts
-        choices = other.apply(_generated, (options,))
-    verdicts = asyncio.run(_verified(options, choices))
+        given = other.apply(_generated, (options,))
+    checked = asyncio.run(_checked(options, given))
     rows: list[Row] = []
-    for at, kind in enumerate(KINDS):
-        mine = verdicts[at :: len(KINDS)]
+    for kind in KINDS:
+        ids = [each.verdict for each in checked if each.kind == kind and not each.is_text]
+        texts = [each.verdict for each in checked if each.kind == kind and each.is_text]
         rows.append(
             {
                 "parameters": kind,
-                "answers": len(mine),
-                "tokens": sum(each.checked_tokens for each in mine),
-                "false": sum(not each.verified for each in mine),
+                "answers": len(ids),
+                "tokens": sum(each.checked_tokens for each in ids),
+                "longest": max((each.checked_tokens for each in ids), default=0),
+                "drafted": sum(each.num_accepted for each in given if _kind(each.at) == kind),
+                "false": sum(not each.verified for each in ids),
+                "texts": len(texts),
+                "false texts": sum(not each.verified for each in texts),
             }
         )
     return rows
 
 
-def _generated(options: argparse.Namespace) -> list[Choice]:
+def _generated(options: argparse.Namespace) -> list[Given]:
     return asyncio.run(_generate(options))
 
 
-async def _generate(options: argparse.Namespace) -> list[Choice]:
-    async with _llm(options, draft="auto") as llm:
+async def _generate(options: argparse.Namespace) -> list[Given]:
+    async with _llm(options, draft=options.draft) as llm:
 
-        async def one(at: int, messages: Sequence[Message]) -> Choice:
+        async def one(at: int) -> Given:
             async with room:
-                return (await llm.chat(messages, _kind_params(options, at))).choices[0]
+                params, calls = _kind_params(options, at), CALLS.get(_kind(at), {})
+                found = await llm.chat(_conversation(at), params, **calls)
+                return Given(at, found.choices, found.usage.accepted_tokens)
 
-        room = asyncio.Semaphore(16)
-        asked = [one(at, each) for at, each in enumerate(_conversations(options.answers))]
+        room = asyncio.Semaphore(AT_ONCE)
+        numbers = range(options.first, options.first + options.answers)
+        return await asyncio.gather(*map(one, numbers))
+
+
+async def _checked(options: argparse.Namespace, given: Sequence[Given]) -> list[Checked]:
+    """Verify all choices, the last ones first and three at once; some of them by their text, too.
+
+    A choice whose text cannot tell its tokens, because it has calls or none, has no such verdict.
+    """
+    async with _llm(options, draft="none") as llm:
+        room = asyncio.Semaphore(3)
+
+        async def one(each: Given, choice: Choice, *, is_text: bool) -> Checked:
+            async with room:
+                kind, params = _kind(each.at), _kind_params(options, each.at)
+                found = await llm.verify(
+                    _conversation(each.at),
+                    choice.text if is_text else choice,
+                    params,
+                    finish_reason=choice.finish_reason if is_text else None,
+                    index=choice.index,
+                    **CALLS.get(kind, {}),
+                )
+            if not found.verified:
+                first = found.first_difference
+                print(
+                    f"false: answer {each.at}, choice {choice.index}, {kind}: {first}", flush=True
+                )
+            return Checked(kind, found, is_text)
+
+        asked = [
+            one(each, choice, is_text=is_text)
+            for each in reversed(given)
+            for choice in each.choices
+            for is_text in ((False, True) if _has_text(each.at, choice) else (False,))
+        ]
         return await asyncio.gather(*asked)
 
 
-async def _verified(options: argparse.Namespace, choices: Sequence[Choice]) -> list[Verdict]:
-    async with _llm(options, draft="none") as llm:
-        pairs = zip(_conversations(len(choices)), choices, strict=True)
-        return [
-            await llm.verify(messages, choice, _kind_params(options, at))
-            for at, (messages, choice) in enumerate(pairs)
-        ]
+def _has_text(at: int, choice: Choice) -> bool:
+    is_chosen = at // len(KINDS) % 5 == 0
+    return is_chosen and bool(choice.text) and not choice.tool_calls
+
+
+def _kind(at: int) -> str:
+    return [*KINDS][at % len(KINDS)]
 
 
 def _kind_params(options: argparse.Namespace, at: int) -> SamplingParams:
-    kind = list(KINDS.values())[at % len(KINDS)]
-    length = options.tokens // 4 + (at * 101) % (options.tokens * 3 // 4 + 1)
-    return SamplingParams(seed=at, max_tokens=length, **kind)
+    """Return the parameters of an answer of an eighth of ``--tokens`` to all of them."""
+    name, least = _kind(at), max(1, options.tokens // 8)
+    length = least + (at * 101) % (options.tokens - least + 1)
+    goes_on = name in FREE and at // len(KINDS) % 2 == 0
+    return SamplingParams(seed=at, max_tokens=length, ignore_eos=goes_on, **KINDS[name])
 
 
 # -- common ----------------------------------------------------------------------------------------
@@ -304,8 +386,12 @@ def _llm(options: argparse.Namespace, **changed: Any) -> AsyncLLM:  # noqa: ANN4
 def _conversations(count: int, system: str = SYSTEMS[0]) -> Iterator[list[Message]]:
     """Yield conversations; equal ones recur after 50, but their answers have other seeds."""
     for at in range(count):
-        task = TASKS[at % len(TASKS)].format(SUBJECTS[at // len(TASKS) % len(SUBJECTS)])
-        yield [{"role": "system", "content": system}, {"role": "user", "content": task}]
+        yield _conversation(at, system)
+
+
+def _conversation(at: int, system: str = SYSTEMS[0]) -> list[Message]:
+    task = TASKS[at % len(TASKS)].format(SUBJECTS[at // len(TASKS) % len(SUBJECTS)])
+    return [{"role": "system", "content": system}, {"role": "user", "content": task}]
 
 
 def _spread(values: Sequence[float]) -> str:

@@ -323,6 +323,22 @@ def test_nothing_is_compared_after_a_token_that_a_form_excludes(
     assert (found.first_difference.position, found.first_difference.excluded_by) == (2, "regex")
 
 
+@pytest.mark.parametrize("kind", ["schema", "closed", "regex", "choice", "grammar"])
+def test_tokens_after_the_end_of_a_form_are_a_difference(
+    llm: LLM, answers: dict[str, Choice], kind: str
+) -> None:
+    choice = answers[kind]
+    assert choice.finish_reason == "stop"
+    found = llm.verify(PROMPT, [*choice.token_ids, *[803] * 70], params_of(kind))
+    assert (found.verified, found.finish_reason) == (False, "stop")
+    assert found.checked_tokens == len(choice.token_ids)
+    difference = found.first_difference
+    assert difference is not None
+    assert difference.position == len(choice.token_ids)
+    assert difference.given is not None
+    assert (difference.given.id, difference.own) == (803, None)
+
+
 @kinds
 def test_the_rest_of_an_answer_is_verified_alone(
     llm: LLM, answers: dict[str, Choice], kind: str
