@@ -120,7 +120,7 @@ class AnswerVerifier:
                 [each.margin for each in compared.differences], len(compared.own)
             ),
             token_ids=compared.own,
-            usage=_usage(opened),
+            usage=opened.answer.usage,
         )
 
     async def _first_difference(
@@ -284,7 +284,10 @@ def _read(
 
 
 def _usage(opened: Opened) -> Usage:
-    return dataclasses.replace(opened.answer.usage, completion_tokens=0)
+    """Return the usage of an answer that was generated to be compared: it was given."""
+    usage = opened.answer.usage
+    num_tokens = usage.prompt_tokens + usage.completion_tokens
+    return dataclasses.replace(usage, prompt_tokens=num_tokens, completion_tokens=0)
 
 
 def _refuse_aborted(delta: TextDelta) -> None:

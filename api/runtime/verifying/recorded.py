@@ -55,6 +55,9 @@ class RecordedAnswer:
     def _check_text(self, text: str) -> None:
         name = "answer.text"
         require(isinstance(text, str) and bool(text), name, "must be a text, and not empty")
+        # The content does not tell which calls were made.
+        has_calls = self.finish_reason == "tool_calls"
+        require(not has_calls, name, "does not have the tool calls: send the answer's token_ids")
         fits = len(text) <= MAX_PREDICTION_CHARS
         require(fits, name, f"must have at most {MAX_PREDICTION_CHARS} characters")
 
@@ -69,10 +72,14 @@ class RecordedAnswer:
         self.check_room(0, context)
 
     def check_room(self, prompt_len: int, context: int) -> None:
-        """Raise `InvalidRequest` if the answer does not fit into the context after the prompt."""
+        """Raise `InvalidRequest` if the answer does not fit into the context after the prompt.
+
+        A prompt that does not fit alone is left to the checks of every prompt.
+        """
         num_tokens = prompt_len + len(self.token_ids or ())
         message = f"does not fit: prompt and answer have {num_tokens} tokens, the context {context}"
-        require(num_tokens <= context, "answer.token_ids", message)
+        fits = num_tokens <= context or prompt_len > context
+        require(fits, "answer.token_ids", message)
 
     def replayed(self, llm: EngineClient, params: SamplingParams) -> SamplingParams:
         """Return the parameters with which the model repeats the choice ``index``.
