@@ -1,7 +1,8 @@
 """Verification of answers: `python -m foretoken.bench.lab.verify PART`.
 
-- ``speed``: seconds to generate an answer and to verify it, in turns on one engine. No prefix is
-  cached: each round has its own salt.
+- ``speed``: seconds to generate an answer, to verify it, and to compute the same tokens as a prompt
+  alone, in turns on one engine. No prefix is cached: each request has its own salt.
+  ``--step-tokens`` sets the tokens of a step, in place of its time limit.
 - ``detection``: answers of changed models and requests, verified by the unchanged model: tokens up
   to the first difference, and the share that the statistical verdict rejects.
 - ``kernels``: answers of the torch backend, verified by the native kernels. The share of large
@@ -19,17 +20,25 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
+import math
 import multiprocessing
 import statistics
 import tempfile
 import time
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from msgspec import structs
+from torch import Tensor
 
 from ... import AsyncLLM, Choice, SamplingParams, Verdict
+from ...core.execution import step_layout
+from ...core.execution.compared_answer import compare_answer
+from ...core.interface.plan import ScheduledRequest
+from ...core.sampling.sampler import Sampler
 from ..common.report import RESULTS, heading, table, write_json
 from ..off_grid import write_off_grid
 
@@ -95,6 +104,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--first", type=int, default=0, help="number of the first answer (0)")
     parser.add_argument("--draft", default="auto", help="drafts of the answers of false (auto)")
     parser.add_argument("--rounds", type=int, default=5, help="rounds of speed (5)")
+    parser.add_argument("--step-tokens", type=int, help="tokens of a step of speed")
     parser.add_argument("--threads", type=int, default=2, help="threads of the model (2)")
     parser.add_argument("--out", type=Path, help="file to write")
     options = parser.parse_args(argv)
@@ -117,44 +127,79 @@ def speed(options: argparse.Namespace) -> list[Row]:
 
 async def _speed(options: argparse.Namespace) -> list[Row]:
     rows: list[Row] = []
-    async with _llm(options, draft="none") as llm:
+    most = options.step_tokens
+    sizes = {} if most is None else {"max_batch_tokens": most, "max_slowdown": math.inf}
+    async with _llm(options, draft="none", **sizes) as llm:
         for temperature in (0.0, 1.0):
-            pairs = [
+            rounds = [
                 await _timed(llm, options.tokens, temperature, seed)
                 for seed in range(options.rounds + 1)
             ][1:]
-            generated, verified, steps = zip(*pairs, strict=True)
-            ratios = [own / check for own, check in zip(generated, verified, strict=True)]
             rows.append(
                 {
                     "temperature": temperature,
                     "tokens": options.tokens,
-                    "generate_s": _spread(generated),
-                    "verify_s": _spread(verified),
-                    "steps": max(steps),
-                    "times_faster": _spread(ratios),
+                    "generate_s": _spread([each.generated for each in rounds]),
+                    "verify_s": _spread([each.verified for each in rounds]),
+                    "prefill_s": _spread([each.prefilled for each in rounds]),
+                    "choosing_s": _spread([each.choosing for each in rounds]),
+                    "steps": max(each.steps for each in rounds),
+                    "times_faster": _spread([each.generated / each.verified for each in rounds]),
+                    "at_most": _spread([each.generated / each.prefilled for each in rounds]),
                 }
             )
     return rows
 
 
-async def _timed(
-    llm: AsyncLLM, tokens: int, temperature: float, seed: int
-) -> tuple[float, float, int]:
-    """Return seconds of an answer and of its verification, and the steps of the verification."""
+class Times(NamedTuple):
+    """Seconds of an answer, of its verification, of the choice of its tokens, and of a prefill."""
+
+    generated: float
+    verified: float
+    choosing: float
+    prefilled: float
+    steps: int
+
+
+async def _timed(llm: AsyncLLM, tokens: int, temperature: float, seed: int) -> Times:
     params = SamplingParams(
         temperature=temperature, seed=seed, max_tokens=tokens, ignore_eos=True, cache_salt=str(seed)
     )
     messages = next(_conversations(1))
     began = time.perf_counter()
-    choice = (await llm.chat(messages, params)).choices[0]
-    middle = time.perf_counter()
+    answer = await llm.chat(messages, params)
+    generated = time.perf_counter() - began
     other = dataclasses.replace(params, cache_salt=f"{seed}-verified")
-    verdict = await llm.verify(messages, choice, other)
-    ended = time.perf_counter()
+    with _timed_choosing() as choosing:
+        began = time.perf_counter()
+        verdict = await llm.verify(messages, answer.choices[0], other)
+        verified = time.perf_counter() - began
     if not verdict.verified:
         raise RuntimeError(f"a false verdict: {verdict.first_difference}")
-    return middle - began, ended - middle, verdict.usage.verify_steps
+    whole = SamplingParams(prompt_only=True, cache_salt=f"{seed}-prefilled")
+    began = time.perf_counter()
+    await llm.generate([*answer.prompt_token_ids, *answer.token_ids], whole)
+    prefilled = time.perf_counter() - began
+    return Times(generated, verified, sum(choosing), prefilled, verdict.usage.verify_steps)
+
+
+@contextmanager
+def _timed_choosing() -> Iterator[list[float]]:
+    """Collect the seconds in which tokens are chosen from logits and compared."""
+    seconds: list[float] = []
+
+    def timed(scheduled: ScheduledRequest, logits: Tensor, sampler: Sampler) -> array[float]:
+        began = time.perf_counter()
+        try:
+            return compare_answer(scheduled, logits, sampler)
+        finally:
+            seconds.append(time.perf_counter() - began)
+
+    step_layout.compare_answer = timed  # type: ignore[attr-defined]
+    try:
+        yield seconds
+    finally:
+        step_layout.compare_answer = compare_answer  # type: ignore[attr-defined]
 
 
 # -- detection -------------------------------------------------------------------------------------

@@ -403,6 +403,10 @@ def test_a_preempted_verification_is_right(answers: dict[str, Choice]) -> None:
         ("", {}, "answer.text"),
         ([5], {"index": 1}, "index"),
         ([5], {"index": -1}, "index"),
+        ([5], {"finish_reason": "content_filter"}, "finish_reason"),
+        ([5], {"finish_reason": 5}, "finish_reason"),
+        ("a", {"finish_reason": "tool_calls"}, "answer.text"),
+        ([5], {"tools": []}, "tools"),
     ],
 )
 def test_bad_answers_name_their_field(

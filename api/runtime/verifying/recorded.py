@@ -18,6 +18,7 @@ LOOK_UPS = {"radix", "suffix", "ngram"}  # drafters without weights
 WIDEST = 64  # maximum number of draft tokens of one step
 # Finish reasons of an answer that may be only the beginning of the model's answer.
 INCOMPLETE = (None, "abort")
+FINISH_REASONS = (*INCOMPLETE, "stop", "length", "tool_calls")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +46,9 @@ class RecordedAnswer:
         """Raise `InvalidRequest`, which names the field, for an answer that no model can give."""
         if (self.token_ids is None) == (self.text is None):
             raise InvalidRequest("answer must have either token_ids or text", param="answer")
+        known = ", ".join(map(str, FINISH_REASONS))
+        is_known = self.finish_reason in FINISH_REASONS
+        require(is_known, "finish_reason", f"must be one of {known}, not {self.finish_reason!r}")
         if self.text is not None:
             self._check_text(self.text)
             require(self.checked_from == 0, "checked_from", "needs token_ids in the answer")
