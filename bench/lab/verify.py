@@ -130,11 +130,12 @@ async def _speed(options: argparse.Namespace) -> list[Row]:
     most = options.step_tokens
     sizes = {} if most is None else {"max_batch_tokens": most, "max_slowdown": math.inf}
     async with _llm(options, draft="none", **sizes) as llm:
+        await _timed(llm, min(32, options.tokens), 1.0, options.rounds)  # warms up
         for temperature in (0.0, 1.0):
             rounds = [
                 await _timed(llm, options.tokens, temperature, seed)
-                for seed in range(options.rounds + 1)
-            ][1:]
+                for seed in range(options.rounds)
+            ]
             rows.append(
                 {
                     "temperature": temperature,
@@ -162,21 +163,22 @@ class Times(NamedTuple):
 
 
 async def _timed(llm: AsyncLLM, tokens: int, temperature: float, seed: int) -> Times:
+    salt = f"{temperature}-{seed}"
     params = SamplingParams(
-        temperature=temperature, seed=seed, max_tokens=tokens, ignore_eos=True, cache_salt=str(seed)
+        temperature=temperature, seed=seed, max_tokens=tokens, ignore_eos=True, cache_salt=salt
     )
     messages = next(_conversations(1))
     began = time.perf_counter()
     answer = await llm.chat(messages, params)
     generated = time.perf_counter() - began
-    other = dataclasses.replace(params, cache_salt=f"{seed}-verified")
+    other = dataclasses.replace(params, cache_salt=f"{salt}-verified")
     with _timed_choosing() as choosing:
         began = time.perf_counter()
         verdict = await llm.verify(messages, answer.choices[0], other)
         verified = time.perf_counter() - began
     if not verdict.verified:
         raise RuntimeError(f"a false verdict: {verdict.first_difference}")
-    whole = SamplingParams(prompt_only=True, cache_salt=f"{seed}-prefilled")
+    whole = SamplingParams(prompt_only=True, cache_salt=f"{salt}-prefilled")
     began = time.perf_counter()
     await llm.generate([*answer.prompt_token_ids, *answer.token_ids], whole)
     prefilled = time.perf_counter() - began
