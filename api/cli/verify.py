@@ -143,7 +143,7 @@ def _lines(
         for at, choice in enumerate(choices):
             index = choice.get("index", at) if isinstance(choice, dict) else at
             answer = _answer(choice, request, f"{where}, choice {index}")
-            body = {**request, "model": model, "answer": answer, "index": index}
+            body = {**request, "model": model, "answer": answer, "index": index, "checked_from": 0}
             if receipts is not None:
                 place = f"{where}, choice {index}"
                 body |= receipts.changes(request, response, choice, place, model)
@@ -170,10 +170,13 @@ def _records(file: Path) -> list[Any]:
         whole = msgspec.json.decode(data)
         records = whole if isinstance(whole, list) else [whole]
     except bad_json:
-        try:
-            records = [msgspec.json.decode(line) for line in data.splitlines() if line.strip()]
-        except bad_json as error:
-            raise InvalidRequest(f"{file} is not JSON: {error}", param="file") from None
+        records = []
+        for number, line in enumerate(data.splitlines(), 1):
+            try:
+                records += [msgspec.json.decode(line)] if line.strip() else []
+            except bad_json as error:
+                message = f"{file}, line {number} is not JSON: {error}"
+                raise InvalidRequest(message, param="file") from None
     if not records:
         raise InvalidRequest(f"{file} has no records", param="file")
     return records

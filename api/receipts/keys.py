@@ -58,12 +58,15 @@ class SigningKeys:
         """Return the keys of a file, which is created with a new key if it does not exist.
 
         Raises `InvalidRequest` if the package cryptography is missing, and for a file that other
-        users can read, that has no private key, or that cannot be read or written.
+        users can read, that is a folder, that has no private key, or that cannot be read or
+        written.
         """
         require_cryptography()
         try:
             if not file.exists():
                 _create(file)
+            if not file.is_file():
+                raise _wrong(f"{file} is not a file")
             if file.stat().st_mode & OTHERS:
                 raise _wrong(f"{file} is readable by other users: run chmod 600 {file}")
             data = file.read_bytes()
@@ -117,18 +120,25 @@ def named_key(key: Ed25519PublicKey) -> PublicKey:
 def read_public(found: PublicKeys) -> Mapping[str, Ed25519PublicKey]:
     """Return public keys by their ids. Raises `InvalidRequest` for a damaged key."""
     require_cryptography()
+    if found.algorithm != ALGORITHM:
+        raise _wrong(f"the keys are of {found.algorithm}, and {ALGORITHM} is supported")
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
     keys: dict[str, Ed25519PublicKey] = {}
     for each in found.keys:
         try:
-            key = Ed25519PublicKey.from_public_bytes(base64.b64decode(each.public_key))
+            key = Ed25519PublicKey.from_public_bytes(raw_bytes(each.public_key))
         except ValueError:
             raise _wrong(f"the public key {each.key_id} is damaged") from None
         if named_key(key).key_id != each.key_id:
             raise _wrong(f"the public key {each.key_id} has another id")
         keys[each.key_id] = key
     return keys
+
+
+def raw_bytes(text: str) -> bytes:
+    """Return the bytes of a base64 text, which has no other characters. Raises ValueError."""
+    return base64.b64decode(text, validate=True)
 
 
 def require_cryptography() -> None:

@@ -14,6 +14,7 @@ from msgspec import Struct
 
 from ...core.errors import ForetokenError, InvalidRequest
 from ...core.sampling.seeds import sibling_seed
+from .keys import raw_bytes
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import (
@@ -57,6 +58,12 @@ class Statement(Struct, kw_only=True, frozen=True):
     finish_reason: str
 
 
+class _Versioned(Struct):
+    """The field that statements of all versions have."""
+
+    version: int
+
+
 class Receipt(Struct, kw_only=True, frozen=True):
     """A signed statement. ``payload``: the `Statement` in JSON; ``signature``: base64, Ed25519.
 
@@ -89,16 +96,16 @@ def opened(receipt: Receipt, keys: Mapping[str, Ed25519PublicKey]) -> Statement:
     if key is None:
         raise refused(f"its key {receipt.key_id} is not among the given keys")
     try:
-        key.verify(base64.b64decode(receipt.signature), receipt.payload.encode())
+        key.verify(raw_bytes(receipt.signature), receipt.payload.encode())
     except (InvalidSignature, ValueError):
         raise refused("it was altered: the signature does not match") from None
     try:
-        statement = msgspec.json.decode(receipt.payload, type=Statement)
+        version = msgspec.json.decode(receipt.payload, type=_Versioned).version
+        if version != VERSION:  # other versions may have other fields
+            raise refused(f"its version is {version}, and {VERSION} is supported")
+        return msgspec.json.decode(receipt.payload, type=Statement)
     except msgspec.DecodeError as error:
         raise refused(f"its payload is not a statement: {error}") from None
-    if statement.version != VERSION:
-        raise refused(f"its version is {statement.version}, and {VERSION} is supported")
-    return statement
 
 
 def check_answer(
@@ -125,9 +132,9 @@ def check_seed(statement: Statement, seed: object, index: int) -> None:
 
     ``index``: number of the choice among the choices of its prompt.
     """
-    if not isinstance(seed, int):
+    if seed is None:
         return
-    if statement.seed != sibling_seed(seed % 2**64, index):
+    if not isinstance(seed, int) or statement.seed != sibling_seed(seed % 2**64, index):
         raise refused(f"its seed is {statement.seed}, which does not follow from the request's")
 
 

@@ -303,7 +303,7 @@ def submit(engine: ServingEngine, request: Request) -> TokenStream:
 
 def ended_stream(request: Request) -> TokenStream:
     """Return the stream of a request that was aborted before its first token."""
-    request.usage.prompt_tokens = request.prompt_len
+    request.usage.prompt_tokens = request.num_given
     stream = TokenStream(request)
     stream.push(Delta(finish_reason=FinishReason.ABORT))
     return stream

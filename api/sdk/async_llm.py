@@ -318,6 +318,7 @@ class AsyncLLM(EngineClient):
         recorded = replace(_recorded(answer, finish_reason, index), checked_from=checked_from)
         verifier = AnswerVerifier(self, self._chat_client)
         if _is_text_prompt(prompt):
+            require(tools is None and tool_choice is None, "tools", "needs a conversation")
             return await verifier.verify_text(prompt, own, recorded)
         options = ChatOptions(tools, tool_choice, is_parallel=parallel_tool_calls)
         conversation: Conversation = prompt  # type: ignore[assignment]

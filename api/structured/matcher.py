@@ -90,9 +90,7 @@ class GrammarMatcher:
     ) -> None:
         self._grammar = grammar
         self.limit = limit
-        self._closing: ClosingPath | None = None
-        if limit is not None and grammar.shortest is not None:
-            self._closing = ClosingPath(grammar.closer, grammar.shortest, limit)
+        self._closing = self._new_closing()
         self._narrowed: set[int] = set()  # positions after the settled tokens with a narrowed mask
         self._is_closed_early = False
         self._stop_ids = frozenset(i for i in stop_ids if 0 <= i < grammar.vocabulary.size)
@@ -207,7 +205,14 @@ class GrammarMatcher:
         self._num_settled = 0
         self._tail.clear()
         self._masks.clear()
-        self._forget(0)
+        self._narrowed.clear()
+        self._closing = self._new_closing()  # the one so far has forgotten the first positions
+
+    def _new_closing(self) -> ClosingPath | None:
+        shortest = self._grammar.shortest
+        if self.limit is None or shortest is None:
+            return None
+        return ClosingPath(self._grammar.closer, shortest, self.limit)
 
     def _new(self, tokens: array[int], start: int, tail: Sequence[int]) -> list[int]:
         """Return the tokens after the settled tokens: the rest of the output, and ``tail``."""

@@ -1,13 +1,15 @@
 """Verification of answers: `python -m foretoken.bench.lab.verify PART`.
 
-- ``speed``: seconds to generate an answer and to verify it, in turns on one engine. No prefix is
-  cached: each round has its own salt.
+- ``speed``: seconds to generate an answer, to verify it, and to compute the same tokens as a prompt
+  alone, in turns on one engine. No prefix is cached: each request has its own salt.
+  ``--step-tokens`` sets the tokens of a step, in place of its time limit.
 - ``detection``: answers of changed models and requests, verified by the unchanged model: tokens up
   to the first difference, and the share that the statistical verdict rejects.
 - ``kernels``: answers of the torch backend, verified by the native kernels. The share of large
   margins is the rate of `api/runtime/verifying/agreement.py`.
 - ``false``: answers of many parameters, generated with drafts and in batches by one process,
-  verified one by one in another process without drafts: the number of false verdicts.
+  verified in another order and other batches by another process without drafts: the number of false
+  verdicts, by token ids and by text. ``--first`` continues with other seeds.
 
 Each part reads ``--model``: ``smollm2``, ``builtin``, a folder, or ``off-grid``, the twin of
 SmolLM2 in bfloat16 that `python -m foretoken.bench.off_grid` describes.
@@ -18,17 +20,25 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
+import math
 import multiprocessing
 import statistics
 import tempfile
 import time
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from msgspec import structs
+from torch import Tensor
 
 from ... import AsyncLLM, Choice, SamplingParams, Verdict
+from ...core.execution import step_layout
+from ...core.execution.compared_answer import compare_answer
+from ...core.interface.plan import ScheduledRequest
+from ...core.sampling.sampler import Sampler
 from ..common.report import RESULTS, heading, table, write_json
 from ..off_grid import write_off_grid
 
@@ -48,21 +58,40 @@ FORM = {
     "properties": {"name": {"type": "string", "maxLength": 20}, "size": {"type": "integer"}},
     "required": ["name", "size"],
 }
-# Parameters of `false`; each answer has one of them, and a seed of its own.
-KINDS: Mapping[str, Mapping[str, Any]] = {
+TOOLS = [
+    {"type": "function", "function": {"name": "measure", "parameters": FORM}},
+    {"type": "function", "function": {"name": "forget", "parameters": {"type": "object"}}},
+]
+FREE: Mapping[str, Mapping[str, Any]] = {
     "greedy": {"temperature": 0},
     "sampled": {},
     "hot": {"temperature": 1.7},
     "cuts": {"temperature": 0.8, "top_p": 0.9, "top_k": 40, "min_p": 0.02},
     "penalties": {"repetition_penalty": 1.15, "presence_penalty": 0.4, "frequency_penalty": 0.2},
     "bias": {"logit_bias": {300: 3.0, 206: -5.0}},
+    "allowed": {"allowed_token_ids": [*range(150, 1000)]},
     "bans": {"bad_words": ["the", "of"]},
+    "choices": {"n": 2, "temperature": 0.9, "top_p": 0.95},
+    "log-probabilities": {"logprobs": 3, "repetition_penalty": 1.1},
+}
+# Parameters of `false`; each answer has one of them, and a seed of its own. Every other answer of
+# `FREE` goes on after the model's stop token.
+KINDS: Mapping[str, Mapping[str, Any]] = {
+    **FREE,
     "stop": {"stop": ["e t", ".\n"], "min_tokens": 5},
     "stop ids": {"stop_token_ids": [30, 31, 260], "min_tokens": 9},
     "schema": {"json_schema": FORM},
     "regex": {"regex": r"[a-f]{3,9}-\d{2,60}"},
     "choice": {"choice": ["yes, certainly", "no"]},
+    "grammar": {"grammar": 'start: WORD (" " WORD)*\nWORD: /[a-z]{2,9}/'},
+    "forced call": {},
+    "calls": {"temperature": 0.6},
 }
+CALLS: Mapping[str, Mapping[str, Any]] = {
+    "forced call": {"tools": TOOLS, "tool_choice": "required"},
+    "calls": {"tools": TOOLS},
+}
+AT_ONCE = 16  # answers that are generated together
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -72,7 +101,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", default="off-grid", help="model (off-grid)")
     parser.add_argument("--answers", type=int, default=20, help="number of answers (20)")
     parser.add_argument("--tokens", type=int, default=128, help="tokens of an answer (128)")
+    parser.add_argument("--first", type=int, default=0, help="number of the first answer (0)")
+    parser.add_argument("--draft", default="auto", help="drafts of the answers of false (auto)")
     parser.add_argument("--rounds", type=int, default=5, help="rounds of speed (5)")
+    parser.add_argument("--step-tokens", type=int, help="tokens of a step of speed")
     parser.add_argument("--threads", type=int, default=2, help="threads of the model (2)")
     parser.add_argument("--out", type=Path, help="file to write")
     options = parser.parse_args(argv)
@@ -95,44 +127,81 @@ def speed(options: argparse.Namespace) -> list[Row]:
 
 async def _speed(options: argparse.Namespace) -> list[Row]:
     rows: list[Row] = []
-    async with _llm(options, draft="none") as llm:
+    most = options.step_tokens
+    sizes = {} if most is None else {"max_batch_tokens": most, "max_slowdown": math.inf}
+    async with _llm(options, draft="none", **sizes) as llm:
+        await _timed(llm, min(32, options.tokens), 1.0, options.rounds)  # warms up
         for temperature in (0.0, 1.0):
-            pairs = [
+            rounds = [
                 await _timed(llm, options.tokens, temperature, seed)
-                for seed in range(options.rounds + 1)
-            ][1:]
-            generated, verified, steps = zip(*pairs, strict=True)
-            ratios = [own / check for own, check in zip(generated, verified, strict=True)]
+                for seed in range(options.rounds)
+            ]
             rows.append(
                 {
                     "temperature": temperature,
                     "tokens": options.tokens,
-                    "generate_s": _spread(generated),
-                    "verify_s": _spread(verified),
-                    "steps": max(steps),
-                    "times_faster": _spread(ratios),
+                    "generate_s": _spread([each.generated for each in rounds]),
+                    "verify_s": _spread([each.verified for each in rounds]),
+                    "prefill_s": _spread([each.prefilled for each in rounds]),
+                    "choosing_s": _spread([each.choosing for each in rounds]),
+                    "steps": max(each.steps for each in rounds),
+                    "times_faster": _spread([each.generated / each.verified for each in rounds]),
+                    "at_most": _spread([each.generated / each.prefilled for each in rounds]),
                 }
             )
     return rows
 
 
-async def _timed(
-    llm: AsyncLLM, tokens: int, temperature: float, seed: int
-) -> tuple[float, float, int]:
-    """Return seconds of an answer and of its verification, and the steps of the verification."""
+class Times(NamedTuple):
+    """Seconds of an answer, of its verification, of the choice of its tokens, and of a prefill."""
+
+    generated: float
+    verified: float
+    choosing: float
+    prefilled: float
+    steps: int
+
+
+async def _timed(llm: AsyncLLM, tokens: int, temperature: float, seed: int) -> Times:
+    salt = f"{temperature}-{seed}"
     params = SamplingParams(
-        temperature=temperature, seed=seed, max_tokens=tokens, ignore_eos=True, cache_salt=str(seed)
+        temperature=temperature, seed=seed, max_tokens=tokens, ignore_eos=True, cache_salt=salt
     )
     messages = next(_conversations(1))
     began = time.perf_counter()
-    choice = (await llm.chat(messages, params)).choices[0]
-    middle = time.perf_counter()
-    other = dataclasses.replace(params, cache_salt=f"{seed}-verified")
-    verdict = await llm.verify(messages, choice, other)
-    ended = time.perf_counter()
+    answer = await llm.chat(messages, params)
+    generated = time.perf_counter() - began
+    other = dataclasses.replace(params, cache_salt=f"{salt}-verified")
+    with _timed_choosing() as choosing:
+        began = time.perf_counter()
+        verdict = await llm.verify(messages, answer.choices[0], other)
+        verified = time.perf_counter() - began
     if not verdict.verified:
         raise RuntimeError(f"a false verdict: {verdict.first_difference}")
-    return middle - began, ended - middle, verdict.usage.verify_steps
+    whole = SamplingParams(prompt_only=True, cache_salt=f"{salt}-prefilled")
+    began = time.perf_counter()
+    await llm.generate([*answer.prompt_token_ids, *answer.token_ids], whole)
+    prefilled = time.perf_counter() - began
+    return Times(generated, verified, sum(choosing), prefilled, verdict.usage.verify_steps)
+
+
+@contextmanager
+def _timed_choosing() -> Iterator[list[float]]:
+    """Collect the seconds in which tokens are chosen from logits and compared."""
+    seconds: list[float] = []
+
+    def timed(scheduled: ScheduledRequest, logits: Tensor, sampler: Sampler) -> array[float]:
+        began = time.perf_counter()
+        try:
+            return compare_answer(scheduled, logits, sampler)
+        finally:
+            seconds.append(time.perf_counter() - began)
+
+    step_layout.compare_answer = timed  # type: ignore[attr-defined]
+    try:
+        yield seconds
+    finally:
+        step_layout.compare_answer = compare_answer  # type: ignore[attr-defined]
 
 
 # -- detection -------------------------------------------------------------------------------------
@@ -240,55 +309,115 @@ def _found(verdicts: Sequence[Verdict]) -> Row:
 # -- false verdicts --------------------------------------------------------------------------------
 
 
+class Given(NamedTuple):
+    """The choices of one request of `false`, and how many of its tokens were drafted."""
+
+    at: int
+    choices: list[Choice]
+    num_accepted: int
+
+
+class Checked(NamedTuple):
+    """A verdict of `false`."""
+
+    kind: str
+    verdict: Verdict
+    is_text: bool
+
+
 def false_verdicts(options: argparse.Namespace) -> list[Row]:
     """Return the number of false verdicts for each kind of parameters."""
     context = multiprocessing.get_context("spawn")
     with context.Pool(1) as other:  # another process, with drafts
-        choices = other.apply(_generated, (options,))
-    verdicts = asyncio.run(_verified(options, choices))
+        given = other.apply(_generated, (options,))
+    checked = asyncio.run(_checked(options, given))
     rows: list[Row] = []
-    for at, kind in enumerate(KINDS):
-        mine = verdicts[at :: len(KINDS)]
+    for kind in KINDS:
+        ids = [each.verdict for each in checked if each.kind == kind and not each.is_text]
+        texts = [each.verdict for each in checked if each.kind == kind and each.is_text]
         rows.append(
             {
                 "parameters": kind,
-                "answers": len(mine),
-                "tokens": sum(each.checked_tokens for each in mine),
-                "false": sum(not each.verified for each in mine),
+                "answers": len(ids),
+                "tokens": sum(each.checked_tokens for each in ids),
+                "longest": max((each.checked_tokens for each in ids), default=0),
+                "drafted": sum(each.num_accepted for each in given if _kind(each.at) == kind),
+                "false": sum(not each.verified for each in ids),
+                "texts": len(texts),
+                "false texts": sum(not each.verified for each in texts),
             }
         )
     return rows
 
 
-def _generated(options: argparse.Namespace) -> list[Choice]:
+def _generated(options: argparse.Namespace) -> list[Given]:
     return asyncio.run(_generate(options))
 
 
-async def _generate(options: argparse.Namespace) -> list[Choice]:
-    async with _llm(options, draft="auto") as llm:
+async def _generate(options: argparse.Namespace) -> list[Given]:
+    async with _llm(options, draft=options.draft) as llm:
 
-        async def one(at: int, messages: Sequence[Message]) -> Choice:
+        async def one(at: int) -> Given:
             async with room:
-                return (await llm.chat(messages, _kind_params(options, at))).choices[0]
+                params, calls = _kind_params(options, at), CALLS.get(_kind(at), {})
+                found = await llm.chat(_conversation(at), params, **calls)
+                return Given(at, found.choices, found.usage.accepted_tokens)
 
-        room = asyncio.Semaphore(16)
-        asked = [one(at, each) for at, each in enumerate(_conversations(options.answers))]
+        room = asyncio.Semaphore(AT_ONCE)
+        numbers = range(options.first, options.first + options.answers)
+        return await asyncio.gather(*map(one, numbers))
+
+
+async def _checked(options: argparse.Namespace, given: Sequence[Given]) -> list[Checked]:
+    """Verify all choices, the last ones first and three at once; some of them by their text, too.
+
+    A choice whose text cannot tell its tokens, because it has calls or none, has no such verdict.
+    """
+    async with _llm(options, draft="none") as llm:
+        room = asyncio.Semaphore(3)
+
+        async def one(each: Given, choice: Choice, *, is_text: bool) -> Checked:
+            async with room:
+                kind, params = _kind(each.at), _kind_params(options, each.at)
+                found = await llm.verify(
+                    _conversation(each.at),
+                    choice.text if is_text else choice,
+                    params,
+                    finish_reason=choice.finish_reason if is_text else None,
+                    index=choice.index,
+                    **CALLS.get(kind, {}),
+                )
+            if not found.verified:
+                first = found.first_difference
+                print(
+                    f"false: answer {each.at}, choice {choice.index}, {kind}: {first}", flush=True
+                )
+            return Checked(kind, found, is_text)
+
+        asked = [
+            one(each, choice, is_text=is_text)
+            for each in reversed(given)
+            for choice in each.choices
+            for is_text in ((False, True) if _has_text(each.at, choice) else (False,))
+        ]
         return await asyncio.gather(*asked)
 
 
-async def _verified(options: argparse.Namespace, choices: Sequence[Choice]) -> list[Verdict]:
-    async with _llm(options, draft="none") as llm:
-        pairs = zip(_conversations(len(choices)), choices, strict=True)
-        return [
-            await llm.verify(messages, choice, _kind_params(options, at))
-            for at, (messages, choice) in enumerate(pairs)
-        ]
+def _has_text(at: int, choice: Choice) -> bool:
+    is_chosen = at // len(KINDS) % 5 == 0
+    return is_chosen and bool(choice.text) and not choice.tool_calls
+
+
+def _kind(at: int) -> str:
+    return [*KINDS][at % len(KINDS)]
 
 
 def _kind_params(options: argparse.Namespace, at: int) -> SamplingParams:
-    kind = list(KINDS.values())[at % len(KINDS)]
-    length = options.tokens // 4 + (at * 101) % (options.tokens * 3 // 4 + 1)
-    return SamplingParams(seed=at, max_tokens=length, **kind)
+    """Return the parameters of an answer of an eighth of ``--tokens`` to all of them."""
+    name, least = _kind(at), max(1, options.tokens // 8)
+    length = least + (at * 101) % (options.tokens - least + 1)
+    goes_on = name in FREE and at // len(KINDS) % 2 == 0
+    return SamplingParams(seed=at, max_tokens=length, ignore_eos=goes_on, **KINDS[name])
 
 
 # -- common ----------------------------------------------------------------------------------------
@@ -304,8 +433,12 @@ def _llm(options: argparse.Namespace, **changed: Any) -> AsyncLLM:  # noqa: ANN4
 def _conversations(count: int, system: str = SYSTEMS[0]) -> Iterator[list[Message]]:
     """Yield conversations; equal ones recur after 50, but their answers have other seeds."""
     for at in range(count):
-        task = TASKS[at % len(TASKS)].format(SUBJECTS[at // len(TASKS) % len(SUBJECTS)])
-        yield [{"role": "system", "content": system}, {"role": "user", "content": task}]
+        yield _conversation(at, system)
+
+
+def _conversation(at: int, system: str = SYSTEMS[0]) -> list[Message]:
+    task = TASKS[at % len(TASKS)].format(SUBJECTS[at // len(TASKS) % len(SUBJECTS)])
+    return [{"role": "system", "content": system}, {"role": "user", "content": task}]
 
 
 def _spread(values: Sequence[float]) -> str:

@@ -232,6 +232,11 @@ class Request:
         return self.sampling.prompt_len
 
     @property
+    def num_given(self) -> int:
+        """Number of tokens that the caller gave: the prompt, and a recorded answer to compare."""
+        return len(self.tokens) if self.sampling.compares else self.prompt_len
+
+    @property
     def num_pending(self) -> int:
         """Number of tokens whose KV is not computed yet."""
         return len(self.tokens) - self.num_computed

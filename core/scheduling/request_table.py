@@ -243,7 +243,7 @@ class RequestTable:
             request.extras = replace(request.extras, kv_budget=budget)
         request.arrival_time, request.serial = now, self._num_arrived
         request.urgency = now + request.priority * self._limits.aging_seconds
-        request.usage.prompt_tokens = request.prompt_len
+        request.usage.prompt_tokens = request.num_given
         request.usage.image_tokens = sum(image.num_rows for image in request.extras.images)
         self._num_arrived += 1
         self._now = now

@@ -241,7 +241,7 @@ class EngineMetrics:
 
     def _observe_prompt(self, request: Request) -> None:
         self._queued.observe(request.usage.queue_time)
-        self._prompt_tokens.inc(request.prompt_len)
+        self._prompt_tokens.inc(request.num_given)
 
     def _observe_end(self, request: Request, delta: Delta) -> None:
         if isinstance(delta.error, DeadlineExceeded) or delta.stop_reason == DEADLINE:
@@ -257,7 +257,7 @@ class EngineMetrics:
         usage = request.usage
         self._success.labels(reason.value).inc()
         self._whole.observe(usage.total_time)
-        self._prompt_lens.observe(request.prompt_len)
+        self._prompt_lens.observe(request.num_given)
         self._answer_lens.observe(usage.completion_tokens)
         if usage.completion_tokens == 0:
             return

@@ -222,6 +222,36 @@ def test_a_stop_token_may_be_left_out(llm: LLM, answers: dict[str, Choice]) -> N
     assert (found.verified, found.finish_reason) == (True, "stop")
 
 
+@pytest.mark.parametrize("kind", ["sampled", "greedy", "stop"])
+def test_the_last_token_may_not_be_left_out(
+    llm: LLM, answers: dict[str, Choice], kind: str
+) -> None:
+    choice, params = answers[kind], params_of(kind)
+    *rest, last = choice.token_ids
+    text = llm._llm.tokenizer.decode(rest)
+    cases = [rest] if kind == "stop" else [rest, text]
+    for answer in cases:
+        found = llm.verify(PROMPT, answer, params, finish_reason=choice.finish_reason)
+        assert (found.verified, found.finish_reason) == (False, None)
+        assert (found.checked_tokens, found.different_tokens) == (len(rest), 1)
+        difference = found.first_difference
+        assert difference is not None
+        assert (difference.position, difference.given) == (len(rest), None)
+        assert difference.own is not None
+        assert difference.own.id == last
+        assert llm.verify(PROMPT, answer, params).verified
+
+
+def test_a_text_that_goes_on_after_the_context_is_refused() -> None:
+    params = SamplingParams(temperature=0, ignore_eos=True)
+    with LLM("builtin", **{**OPTIONS, "max_model_len": 48}) as llm:  # type: ignore[arg-type]
+        choice = llm.generate(PROMPT, params).choices[0]
+        assert llm.verify(PROMPT, choice.text, params, finish_reason="length").verified
+        with pytest.raises(InvalidRequest, match="goes on after the context of 48") as refused:
+            llm.verify(PROMPT, f"{choice.text} and more", params)
+    assert refused.value.param == "answer.text"
+
+
 def test_each_choice_of_n_has_its_own_seed(llm: LLM) -> None:
     params = SamplingParams(seed=4, n=3, max_tokens=30, ignore_eos=True)
     choices = llm.generate(PROMPT, params).choices
@@ -323,6 +353,22 @@ def test_nothing_is_compared_after_a_token_that_a_form_excludes(
     assert (found.first_difference.position, found.first_difference.excluded_by) == (2, "regex")
 
 
+@pytest.mark.parametrize("kind", ["schema", "closed", "regex", "choice", "grammar"])
+def test_tokens_after_the_end_of_a_form_are_a_difference(
+    llm: LLM, answers: dict[str, Choice], kind: str
+) -> None:
+    choice = answers[kind]
+    assert choice.finish_reason == "stop"
+    found = llm.verify(PROMPT, [*choice.token_ids, *[803] * 70], params_of(kind))
+    assert (found.verified, found.finish_reason) == (False, "stop")
+    assert found.checked_tokens == len(choice.token_ids)
+    difference = found.first_difference
+    assert difference is not None
+    assert difference.position == len(choice.token_ids)
+    assert difference.given is not None
+    assert (difference.given.id, difference.own) == (803, None)
+
+
 @kinds
 def test_the_rest_of_an_answer_is_verified_alone(
     llm: LLM, answers: dict[str, Choice], kind: str
@@ -387,6 +433,10 @@ def test_a_preempted_verification_is_right(answers: dict[str, Choice]) -> None:
         ("", {}, "answer.text"),
         ([5], {"index": 1}, "index"),
         ([5], {"index": -1}, "index"),
+        ([5], {"finish_reason": "content_filter"}, "finish_reason"),
+        ([5], {"finish_reason": 5}, "finish_reason"),
+        ("a", {"finish_reason": "tool_calls"}, "answer.text"),
+        ([5], {"tools": []}, "tools"),
     ],
 )
 def test_bad_answers_name_their_field(

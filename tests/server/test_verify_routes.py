@@ -17,6 +17,7 @@ from support.server_process import running
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 MESSAGES = [{"role": "user", "content": "a loop"}]
+LONG = [{"role": "user", "content": "a b " * 300}]
 BODIES: list[tuple[str, dict[str, Any]]] = [
     (CHAT, {"messages": MESSAGES, "max_tokens": 20, "seed": 4, "temperature": 2, "n": 2}),
     (TEXT, {"prompt": ["def a():", "def b():"], "max_tokens": 20, "seed": 4, "n": 2}),
@@ -60,6 +61,9 @@ def test_each_choice_is_verified(url: str, path: str, body: dict[str, Any]) -> N
         assert "token_ids" not in found
         usage = found["usage"]
         assert usage["completion_tokens"] == 0
+        asked = post(url, path, {**body, "max_tokens": 1}).json["usage"]["prompt_tokens"]
+        num_prompts = len(body["prompt"]) if path == TEXT else 1
+        assert usage["prompt_tokens"] == asked // num_prompts + len(ids)
         cached = usage["prompt_tokens_details"]["cached_tokens"]
         cost = 2 * (usage["prompt_tokens"] - cached) + 0.5 * cached
         assert usage["cost"] == pytest.approx(cost / 1e6)
@@ -106,6 +110,8 @@ def test_bad_answers_get_400_with_their_field(url: str, path: str, body: dict[st
         ({**body, "answer": {"text": "a", "token_ids": [5]}}, "answer"),
         ({**body, "answer": {"text": "a", "finish_reason": "x"}}, "answer.finish_reason"),
         ({**body, "answer": {"text": "a", "words": 1}}, "answer.words"),
+        ({**body, "answer": {"text": "a", "finish_reason": "tool_calls"}}, "answer.text"),
+        ({**body, "answer": {"text": "a", "tool_calls": []}}, "answer.tool_calls"),
         ({**body, "answer": {"text": "a"}, "index": 4}, "index"),
         ({**body, "answer": {"text": "a"}, "index": -1}, "index"),
         ({**unseeded, "answer": {"text": "a"}}, "seed"),
@@ -114,6 +120,10 @@ def test_bad_answers_get_400_with_their_field(url: str, path: str, body: dict[st
     ):
         answer = post(url, f"{path}/verify", wrong)
         assert (answer.status, answer.error["param"]) == (400, param), wrong
+    name, long = ("prompt", "a b " * 300) if path == TEXT else ("messages", LONG)
+    answer = post(url, f"{path}/verify", {**body, name: long, "answer": {"token_ids": [5]}})
+    assert (answer.status, answer.error["code"]) == (400, "context_length_exceeded")
+    assert answer.error["param"] == name
     answer = post(url, f"{path}/verify", body)
     assert (answer.status, "answer" in answer.error["message"]) == (400, True)
 

@@ -50,7 +50,7 @@ class LiveRequest:
         self._sent = now
         self._before: Usage | None = None  # usage on the lost replicas
         request.arrival_time = now
-        request.usage.prompt_tokens = request.prompt_len
+        request.usage.prompt_tokens = request.num_given
         request.usage.image_tokens = sum(image.num_rows for image in request.extras.images)
 
     def elapsed(self, now: float) -> float:
@@ -140,7 +140,7 @@ class LiveRequest:
         the first token.
         """
         before, first = self._before, self.request.usage
-        run.prompt_tokens = self.request.prompt_len
+        run.prompt_tokens = self.request.num_given
         run.time_to_first_token, run.moves = first.time_to_first_token, 0
         run.queue_time += self._sent - self.request.arrival_time
         if before is None:

@@ -53,7 +53,7 @@ class VerifyPromptDetails(Struct, kw_only=True):
 
 
 class VerifyUsage(Struct, kw_only=True):
-    """``usage``: no token counts as generated.
+    """``usage``: tokens of the answer count as prompt tokens, since none is generated.
 
     ``verify_steps``: number of the steps that compared tokens.
     """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import Generic, TypeVar
 
@@ -75,7 +74,7 @@ class _Verify(Dialect[B], Generic[B]):
                 total_tokens=usage.prompt_tokens,
                 prompt_tokens_details=VerifyPromptDetails(cached_tokens=usage.cached_tokens),
                 verify_steps=usage.verify_steps,
-                cost=self.service.cost(replace(usage, completion_tokens=0), 0),
+                cost=self.service.cost(usage, 0),
             ),
         )
 

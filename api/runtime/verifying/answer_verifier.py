@@ -22,6 +22,7 @@ from functools import partial
 from ....core.errors import DeadlineExceeded, EngineDead, InvalidRequest
 from ....core.interface.extras.token_comparison import TokenComparison, comparisons_of
 from ....core.interface.request import DEFAULT_CACHE, CacheOptions, Usage
+from ....core.options.checks import require
 from ...types.results import TextDelta
 from ...types.sampling_params import SamplingParams
 from ...types.verdict import ComparedToken, Difference, Verdict
@@ -120,7 +121,7 @@ class AnswerVerifier:
                 [each.margin for each in compared.differences], len(compared.own)
             ),
             token_ids=compared.own,
-            usage=_usage(opened),
+            usage=opened.answer.usage,
         )
 
     async def _first_difference(
@@ -154,6 +155,11 @@ class AnswerVerifier:
     ) -> Difference:
         """Return the difference after the tokens ``same``, from logits that are computed now."""
         ids = [*same, *(() if given is None else (given,))]
+        num_tokens, context = len((await asked.prompt()).token_ids), self._llm.built.max_model_len
+        fits = num_tokens + len(ids) <= context
+        require(
+            fits, "answer.text", f"does not fit: it goes on after the context of {context} tokens"
+        )
         opened = await asked.compare(params, ids, len(same))
         try:
             numbers = await opened.answer.generations[0].pooled()
@@ -208,9 +214,8 @@ class AnswerVerifier:
             comparison = await self._replay(opened, recorded)
         finally:
             opened.close()  # the tokens after the comparison are not needed
-        difference = await self._text_difference(
-            asked, params, recorded, comparison, opened.text.finish_reason
-        )
+        finish_reason = None if comparison.is_longer else opened.text.finish_reason
+        difference = await self._text_difference(asked, params, recorded, comparison, finish_reason)
         margins = [math.inf]
         if difference is not None and difference.margin is not None:
             margins = [difference.margin]
@@ -219,7 +224,7 @@ class AnswerVerifier:
             exact=self._llm.built.exact,
             checked_tokens=comparison.num_checked,
             different_tokens=int(difference is not None),
-            finish_reason=opened.text.finish_reason,
+            finish_reason=finish_reason,
             first_difference=difference,
             agreement=agreement_of(
                 margins if comparison.is_different else [], comparison.num_checked
@@ -284,7 +289,10 @@ def _read(
 
 
 def _usage(opened: Opened) -> Usage:
-    return dataclasses.replace(opened.answer.usage, completion_tokens=0)
+    """Return the usage of an answer that was generated to be compared: it was given."""
+    usage = opened.answer.usage
+    num_tokens = usage.prompt_tokens + usage.completion_tokens
+    return dataclasses.replace(usage, prompt_tokens=num_tokens, completion_tokens=0)
 
 
 def _refuse_aborted(delta: TextDelta) -> None:

@@ -83,9 +83,12 @@ class ComparedTokens:
         after = None
         if self._visible.finish_reason is None:
             after = self._by_position.get(self.num_same)
-        if after is not None and after.own >= 0 and self._ends_with(after.own):
-            self.num_same += 1  # the stop token, which a recorded answer may lack
-            if self._recorded.token_ids is None:  # a text has no stop token, but its answer has
+        # Token ids may lack only a stop token; a text also lacks the end of a stop string.
+        is_text = self._recorded.token_ids is None
+        may_lack = after is not None and (is_text or after.own in self._request.stop_ids)
+        if after is not None and may_lack and after.own >= 0 and self._ends_with(after.own):
+            self.num_same += 1
+            if is_text:
                 self.own.append(after.own)
         if self._recorded.may_continue:
             return

@@ -18,6 +18,7 @@ LOOK_UPS = {"radix", "suffix", "ngram"}  # drafters without weights
 WIDEST = 64  # maximum number of draft tokens of one step
 # Finish reasons of an answer that may be only the beginning of the model's answer.
 INCOMPLETE = (None, "abort")
+FINISH_REASONS = (*INCOMPLETE, "stop", "length", "tool_calls")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +46,9 @@ class RecordedAnswer:
         """Raise `InvalidRequest`, which names the field, for an answer that no model can give."""
         if (self.token_ids is None) == (self.text is None):
             raise InvalidRequest("answer must have either token_ids or text", param="answer")
+        known = ", ".join(map(str, FINISH_REASONS))
+        is_known = self.finish_reason in FINISH_REASONS
+        require(is_known, "finish_reason", f"must be one of {known}, not {self.finish_reason!r}")
         if self.text is not None:
             self._check_text(self.text)
             require(self.checked_from == 0, "checked_from", "needs token_ids in the answer")
@@ -55,6 +59,9 @@ class RecordedAnswer:
     def _check_text(self, text: str) -> None:
         name = "answer.text"
         require(isinstance(text, str) and bool(text), name, "must be a text, and not empty")
+        # The content does not tell which calls were made.
+        has_calls = self.finish_reason == "tool_calls"
+        require(not has_calls, name, "does not have the tool calls: send the answer's token_ids")
         fits = len(text) <= MAX_PREDICTION_CHARS
         require(fits, name, f"must have at most {MAX_PREDICTION_CHARS} characters")
 
@@ -69,10 +76,14 @@ class RecordedAnswer:
         self.check_room(0, context)
 
     def check_room(self, prompt_len: int, context: int) -> None:
-        """Raise `InvalidRequest` if the answer does not fit into the context after the prompt."""
+        """Raise `InvalidRequest` if the answer does not fit into the context after the prompt.
+
+        A prompt that does not fit alone is left to the checks of every prompt.
+        """
         num_tokens = prompt_len + len(self.token_ids or ())
         message = f"does not fit: prompt and answer have {num_tokens} tokens, the context {context}"
-        require(num_tokens <= context, "answer.token_ids", message)
+        fits = num_tokens <= context or prompt_len > context
+        require(fits, "answer.token_ids", message)
 
     def replayed(self, llm: EngineClient, params: SamplingParams) -> SamplingParams:
         """Return the parameters with which the model repeats the choice ``index``.

@@ -104,6 +104,18 @@ def test_a_different_answer_and_a_refused_one_give_status_1(
     assert "top_p" in shown[2]
 
 
+def test_a_record_cannot_leave_out_tokens(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, records: list[dict[str, Any]]
+) -> None:
+    (record, _) = json.loads(json.dumps(records))
+    record["response"]["choices"] = record["response"]["choices"][:1]
+    record["response"]["choices"][0]["token_ids"][2] += 1
+    record["request"] |= {"checked_from": 5, "answer": {"token_ids": [1]}, "index": 1}
+    status, shown, _ = verified(capsys, tmp_path, json.dumps(record))
+    assert status == 1
+    assert "different at token 2: recorded " in shown[0]
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -114,7 +126,8 @@ def test_a_different_answer_and_a_refused_one_give_status_1(
         (b"\xff\xfe", "is not JSON"),
         (b'{"request": "\xff"}', "is not JSON"),
         ("[" * 100_000, "is not JSON"),
-        ('{"request": {}}\n' + "[" * 100_000, "is not JSON"),
+        ('{"request": {}}\n' + "[" * 100_000, "line 2 is not JSON"),
+        ('{"request": {}}\n\n{"request": {"mess', "line 3 is not JSON"),
         (
             '{"request": {"messages": []}, "response": {"choices": [{"message": "Hi."}]}}',
             "record 1, choice 0: message must be an object",

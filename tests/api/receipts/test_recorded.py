@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import base64
+import os
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from msgspec import structs
 
-from foretoken.api.receipts.keys import SigningKeys
+from foretoken.api.receipts.keys import PublicKey, PublicKeys, SigningKeys, read_public
 from foretoken.api.receipts.receipt import VERSION, Receipt, Statement, digest_of, hash_of, sign
 from foretoken.api.receipts.recorded import CheckedReceipts
 from foretoken.core.errors import ForetokenError, InvalidRequest
@@ -50,7 +53,7 @@ def check(
     keys: SigningKeys,
     response: dict[str, Any],
     adapter: str | None = None,
-    seed: int | None = None,
+    seed: object = None,
 ) -> list[dict[str, Any]]:
     file = tmp_path / "keys.json"
     file.write_bytes(msgspec.json.encode(keys.public))
@@ -79,6 +82,8 @@ def test_receipts_of_another_seed_than_the_requests_are_refused(
 ) -> None:
     with pytest.raises(InvalidRequest, match="its seed is 5"):
         check(tmp_path, keys, response_of(keys), seed=6)
+    with pytest.raises(InvalidRequest, match="its seed is 5"):
+        check(tmp_path, keys, response_of(keys), seed="5")
     found = check(tmp_path, keys, response_of(keys), seed=5)
     assert [each["seed"] for each in found] == [*SEEDS]
     assert check(tmp_path, keys, response_of(keys), seed=5 - 2**64)
@@ -101,6 +106,44 @@ def test_receipts_of_another_adapter_are_refused(
     with pytest.raises(InvalidRequest, match="would be verified with"):
         check(tmp_path, keys, response_of(keys, adapter=stated), used)
     assert check(tmp_path, keys, response_of(keys, adapter=stated), stated)
+
+
+def test_a_receipt_of_another_version_names_its_version(tmp_path: Path, keys: SigningKeys) -> None:
+    payload = '{"version":2,"prompt":"hi"}'
+    signature = base64.b64encode(keys.private.sign(payload.encode())).decode()
+    response = response_of(keys)
+    response["receipts"][0] |= {"payload": payload, "signature": signature}
+    with pytest.raises(InvalidRequest, match="its version is 2, and 1 is supported"):
+        check(tmp_path, keys, response)
+
+
+@pytest.mark.parametrize("change", ["{}A", "\n{}", "{}\n", "!{}"])
+def test_base64_with_other_characters_is_refused(
+    tmp_path: Path, keys: SigningKeys, change: str
+) -> None:
+    response = response_of(keys)
+    first = response["receipts"][0]
+    first["signature"] = change.format(first["signature"])
+    with pytest.raises(InvalidRequest, match="it was altered"):
+        check(tmp_path, keys, response)
+    (key,) = keys.public.keys
+    changed = PublicKey(key.key_id, change.format(key.public_key))
+    with pytest.raises(InvalidRequest, match="is damaged"):
+        read_public(PublicKeys(key_id=key.key_id, keys=[changed]))
+
+
+def test_keys_of_another_algorithm_are_refused(keys: SigningKeys) -> None:
+    with pytest.raises(InvalidRequest, match="the keys are of RSA"):
+        read_public(structs.replace(keys.public, algorithm="RSA"))
+
+
+def test_a_key_file_must_be_a_file(tmp_path: Path) -> None:
+    folder, pipe = tmp_path / "folder", tmp_path / "pipe"
+    folder.mkdir(mode=0o700)
+    os.mkfifo(pipe, 0o600)
+    for each in (folder, pipe):
+        with pytest.raises(InvalidRequest, match="is not a file"):
+            SigningKeys.load(each)
 
 
 def test_files_with_unread_keys_are_refused(tmp_path: Path, keys: SigningKeys) -> None:

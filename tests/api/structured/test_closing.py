@@ -25,6 +25,7 @@ from foretoken.api.structured.vocabulary import Vocabulary
 from foretoken.api.text.tokenizer import Tokenizer
 from foretoken.api.types.results import Tool, ToolChoice
 from foretoken.bench.lab.forms import Drawer
+from foretoken.core.interface.sampling import ConstraintFailed
 
 TREE = {
     "$defs": {
@@ -247,6 +248,17 @@ def test_what_is_allowed_depends_on_the_path_alone(bench: Bench) -> None:
                 wanderer.allowed(output[:at], 0, list(guess[:length]))
         assert bench.allowed(wanderer, output[:at]) == expected[at]
     assert wanderer.closed_early(len(output))
+
+
+def test_after_an_output_that_the_grammar_excludes_a_matcher_begins_anew(bench: Bench) -> None:
+    grammar, limit = bench.compile(json_schema=TREE), 40
+    matcher = bench.matcher(grammar, limit)
+    output = bench.ramble(matcher, limit - 4, random.Random(3))
+    with pytest.raises(ConstraintFailed, match="does not match the answer so far"):
+        bench.allowed(matcher, array("q", [*output, bench.eos]))
+    for length in range(len(output)):
+        expected = bench.allowed(bench.matcher(grammar, limit), output[:length])
+        assert bench.allowed(matcher, output[:length]) == expected
 
 
 def test_only_places_of_the_output_count_as_closed_early(bench: Bench) -> None:
