@@ -7,7 +7,7 @@ import dataclasses
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from types import TracebackType
@@ -107,6 +107,8 @@ class EngineClient:
         self._answers: dict[str, Answer] = {}  # answers that were not forgotten yet, by id
         self._room = asyncio.Event()  # set when an answer ends
         self._interactive_ended = -math.inf  # time at which the last answer outside a batch ended
+        # called with the key of each session that a request ends
+        self.on_session_end: list[Callable[[str], None]] = []
 
     @classmethod
     def from_built(cls, built: Built[ServingEngine]) -> Self:
@@ -372,6 +374,8 @@ class EngineClient:
         try:
             if pooling is None and (session := session_key(note.cache_key)) is not None:
                 cache = in_session(cache, session)
+                for listener in self.on_session_end if cache.ends_session else ():
+                    listener(session)
             prepared = await self._prepare(
                 prompt,
                 answer.params,
@@ -491,8 +495,11 @@ class EngineClient:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no answer of this client runs or waits."""
-        return not self._answers
+        """Whether no answer of this client runs or waits.
+
+        An answer that the engine has finished does not count, even if its client reads it slowly.
+        """
+        return all(each.ended for each in self._answers.values())
 
     @property
     def seconds_alone(self) -> float:

@@ -232,10 +232,13 @@ class Router(Generic[R]):
         excluded: Collection[R] = (),
         cache: CacheOptions = DEFAULT_CACHE,
         is_sent: bool = True,
+        is_ahead: bool = False,
     ) -> Choice[R] | None:
         """Return the replica for a request that is sent now, or None if all are excluded.
 
-        If ``is_sent`` is false, the request is not sent now, and no state changes.
+        If ``is_sent`` is false, the request is not sent now, and no state changes. ``is_ahead``:
+        the request continues cached pages before a later request needs them, so it belongs where
+        these pages are, by whatever route they came there.
 
         ``tokens``: all tokens of the request, including its output so far. ``now``: seconds on a
         monotonic clock. ``excluded``: replicas that cannot take the request. The request's pages
@@ -254,7 +257,10 @@ class Router(Generic[R]):
             each.replica.forget_sent(now)
         for seed in keys if cache.read else ():
             _find_pages([each for each in offers if each.replica.seed == seed], keys[seed])
-        best = self._best(offers, namespace if session is None else session)
+        if is_ahead:
+            best = min(offers, key=lambda each: each.rank_by_wait)
+        else:
+            best = self._best(offers, namespace if session is None else session)
         if is_sent:
             best.replica.last_turn = next(self._turns)
         if is_sent and cache.write:

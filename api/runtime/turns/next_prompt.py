@@ -19,7 +19,9 @@ from ..conversation.tools import plain_call
 from ..preprocess import PromptTokens
 
 Render = Callable[[ChatInput], Awaitable[PromptTokens]]
-MARKS = "\x01", "\x02"  # two contents of the next message: prompts are equal up to it
+# Two contents of the next message: prompts are equal up to it. They differ from the first letter on
+# also where a template writes them as JSON, and merge with the characters before as words do.
+MARKS = "a", "7"
 MESSAGE_BYTES = 512  # size of a message without its text
 TOKEN_BYTES = 12  # size of a token id and its text; a body that continues a response lacks the text
 

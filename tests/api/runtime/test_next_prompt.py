@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from array import array
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -92,6 +93,18 @@ def test_tokens_that_the_request_has_computed_are_cached() -> None:
     prompts = PromptTokens([*ids, 50, 9]), PromptTokens([*ids, 51, 9])
     asyncio.run(rendered(turn, *prompts, page_size=3))
     assert (turn.num_cached, turn.num_wanted, turn.num_missing) == (3, 6, 3)
+
+
+@pytest.mark.parametrize("write", [str, json.dumps], ids=["text", "JSON"])
+def test_nothing_of_the_next_message_is_taken_to_be_known(write: Callable[[str], str]) -> None:
+    """Control characters, for example, have a common beginning in JSON, which words do not have."""
+
+    async def render(chat: ChatInput) -> PromptTokens:
+        return PromptTokens([1, 2, 3, *map(ord, write(chat.messages[-1]["content"]))])
+
+    turn = turn_of(chat_of(HI))
+    asyncio.run(turn.render(render, 1))
+    assert turn.num_wanted == 3 + write("").find('"') + 1
 
 
 @pytest.mark.parametrize(
