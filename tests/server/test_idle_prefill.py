@@ -24,6 +24,7 @@ WORDS = "Hello to you, and to all who are with you, on every single day of the y
 ASK = {"role": "user", "content": f"[[<think>\n{THOUGHT}\n</think>\n{WORDS}]]"}
 SAID = {"role": "assistant", "content": WORDS}
 ON = {"role": "user", "content": "And now the same once more, please: [[Goodbye.]]"}
+CLOSE = {"x-session-id": "g", "x-session-close": "true"}
 SECONDS = 60
 
 
@@ -124,16 +125,14 @@ def busy(url: str) -> Iterator[None]:
 
 
 def close_by_completion(url: str) -> None:
-    headers = {"x-session-id": "g", "x-session-close": "true"}
     body = {"prompt": "a", "max_tokens": 1, "cache_salt": "g"}
-    httpx.post(f"{url}/v1/completions", json=body, headers=headers).raise_for_status()
+    httpx.post(f"{url}/v1/completions", json=body, headers=CLOSE).raise_for_status()
 
 
 def close_by_message(url: str) -> None:
-    headers = {"x-session-id": "g", "x-session-close": "true"}
     messages = [{"role": "user", "content": "another conversation"}]
     body = {"model": "foretoken-builtin", "messages": messages, "max_tokens": 1}
-    httpx.post(f"{url}/v1/messages", json=body, headers=headers).raise_for_status()
+    httpx.post(f"{url}/v1/messages", json=body, headers=CLOSE).raise_for_status()
 
 
 def delete(url: str) -> None:
@@ -145,7 +144,9 @@ def flush(url: str) -> None:
 
 
 def go_on(url: str) -> None:
-    chat(url, ASK, SAID, ON, headers={"x-session-id": "g", "x-session-close": "true"}, cache_salt="g")
+    chat(
+        url, ASK, SAID, ON, headers={"x-session-id": "g", "x-session-close": "true"}, cache_salt="g"
+    )
 
 
 @pytest.mark.parametrize("end", [close_by_completion, close_by_message, delete, flush, go_on])

@@ -1,4 +1,5 @@
-"""Answers of a model with idle prefill and without: token by token the same, in every API.
+"""Answers of a model with idle prefill and without: token by token the same, in every API, and
+computed where the session lives.
 
 The chat template writes the number of messages at the beginning, and marks earlier answers, so each
 turn has another prompt than the one before, and idle time computes all of it.
@@ -16,7 +17,7 @@ import httpx
 import pytest
 
 from support.plain_http import metrics
-from support.server_process import running
+from support.server_process import running, running_front
 
 MODEL = "foretoken-builtin"
 TEMPLATE = Path(__file__).parents[1] / "builtin" / "target" / "chat_template.jinja"
@@ -174,3 +175,63 @@ def test_every_turn_has_the_same_answer(
     assert list(talk(poster(on, talk.__name__, is_on=True))) == wanted
     assert counts(on, "tokens_total") > num_idle + 8, "else nothing is compared"
     assert counts(off, "tokens_total") == 0
+
+
+# -- replicas -------------------------------------------------------------------------------------
+
+
+def prefilled(url: str) -> dict[str, float]:
+    """Return the number of prompt tokens that each replica has computed, by its number."""
+    pattern = r'^foretoken:step_tokens_total{kind="prefill",replica="(\d+)"} (\S+)$'
+    return {name: float(value) for name, value in re.findall(pattern, metrics(url), re.MULTILINE)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("route", ["kv", "session", "even"])
+def test_the_replica_of_the_answer_computes_the_next_turn(tmp_path: Path, route: str) -> None:
+    """The clients are told apart by their keys; they have no sessions. Answers are marked later."""
+    (template := tmp_path / "marked.jinja").write_text(
+        TEMPLATE.read_text().replace(
+            "+ message['content'] + '<|im_end|>\\n'",
+            "+ message['content'] + (' of ' ~ (messages | length) if message['role'] == 'assistant'"
+            " else '') + '<|im_end|>\\n'",
+        )
+    )
+    flags = [*FLAGS, "--chat-template", str(template), "--route", route]
+    with running_front([*flags, "--threads", "1"], num_replicas=2) as (server, _):
+        url = server.url
+        for name in ("a", "b", "c", "d"):
+            messages = [user(f"{name}: {ASK}"), {"role": "assistant", "content": ASK}, user("Why?")]
+            answered, usage = _computed(url, name, messages)
+            assert len(answered) == 1
+            before = prefilled(url)
+            deadline = time.monotonic() + SECONDS
+            while counts(url, "turns_total") < ord(name) - ord("a") + 1:
+                assert time.monotonic() < deadline, metrics(url)
+            assert {each for each, num in prefilled(url).items() if num > before[each]} == answered
+            if route == "even":  # the next turn may go to the other replica
+                continue
+            messages = [*messages, {"role": "assistant", "content": usage["said"]}, user("When?")]
+            replied, usage = _computed(url, name, messages, max_tokens=1, cache={"write": False})
+            assert replied == answered
+            assert usage["prompt_tokens"] - usage["cached"] < 24
+
+
+def _computed(
+    url: str, key: str, messages: list[dict[str, Any]], **fields: Any
+) -> tuple[set[str], dict[str, Any]]:
+    """Return the replicas that computed prompt tokens for a request, and its usage and answer."""
+    before = prefilled(url)
+    body = {"messages": messages, "max_tokens": 20, **SAMPLED, **fields}
+    headers = {"authorization": f"Bearer {key}"}
+    answer = httpx.post(f"{url}/v1/chat/completions", json=body, headers=headers, timeout=SECONDS)
+    found = answer.raise_for_status().json()
+    usage = found["usage"]
+    return (
+        {each for each, number in prefilled(url).items() if number > before.get(each, 0)},
+        {
+            "prompt_tokens": usage["prompt_tokens"],
+            "cached": usage["prompt_tokens_details"]["cached_tokens"],
+            "said": found["choices"][0]["message"]["content"],
+        },
+    )

@@ -86,7 +86,8 @@ def test_a_call_that_is_cut_is_not_ready(events) -> None:
     [
         TWO_CALLS,
         call("find", text='a "b" }') + call("read", path="</tool_call>"),
-        '<tool_call>\n{"name": "find", "arguments": {bad}}\n</tool_call>\n' + call("read", path="x"),
+        '<tool_call>\n{"name": "find", "arguments": {bad}}\n</tool_call>\n'
+        + call("read", path="x"),
         "<tool_call>\n{'name': 'find', 'arguments': {'text': 'a',}}\n</tool_call>",
         '<tool_call>\n{"name": "find"}\n</tool_call>\n<tool_call>\n{"name": "read", "argu',
         '<tool_call>\n{"arguments": {"path": "x"}, "name": "read"}\n</tool_call>',
