@@ -245,7 +245,7 @@ class IdlePrefill:
         self.num_tokens += num_computed
         # A model with recurrent states resumes a page before the end of the last chunk.
         is_kept = turn.num_chunks == 0 or usage.cached_tokens >= turn.num_cached - page_size
-        # A chunk that ends with an image may end within a page.
+        # A chunk that ends behind an image may end within a page.
         turn.num_cached = len(request.tokens) // page_size * page_size
         turn.num_chunks += 1
         return is_kept

@@ -85,7 +85,10 @@ class NextPrompt:
         self._known = array("q")
 
     def up_to(self, stop: int) -> PromptTokens:
-        """Return the first ``stop`` tokens of the prompt. An image is never cut: it is whole."""
+        """Return the first ``stop`` tokens of the prompt.
+
+        An image is never cut: it is whole, and a token follows it, as the engine requires.
+        """
         prompt = self.prompt
         assert prompt is not None, "the prompt must be rendered first"
         images: list[PromptImage] = []
@@ -94,7 +97,7 @@ class NextPrompt:
             if first >= stop:
                 break
             images.append(image)
-            stop = max(stop, end)
+            stop = max(stop, end + 1)
         return dataclasses.replace(prompt, token_ids=prompt.token_ids[:stop], images=tuple(images))
 
     def _with_message(self, content: str) -> ChatInput:

@@ -298,7 +298,7 @@ def test_a_long_chunk_is_aborted_when_a_request_arrives() -> None:
     run(act)
 
 
-def test_a_chunk_may_end_with_an_image_within_a_page() -> None:
+def test_a_chunk_may_end_behind_an_image_within_a_page() -> None:
     async def act() -> list[Request]:
         scene = Scene(num_tokens=61)
         scene.images = (PromptImage(key=b"k" * 32, runs=((10, 8),), inputs=()),)
@@ -307,7 +307,7 @@ def test_a_chunk_may_end_with_an_image_within_a_page() -> None:
         assert scene.idle.ends["ready"] == 1
         return scene.machine.requests
 
-    assert next(len(each.tokens) for each in run(act)) == 18
+    assert next(len(each.tokens) for each in run(act)) == 19
 
 
 def test_a_model_that_resumes_from_states_has_next_turns() -> None:

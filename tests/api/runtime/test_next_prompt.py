@@ -108,7 +108,7 @@ def test_nothing_of_the_next_message_is_taken_to_be_known(write: Callable[[str],
 
 
 @pytest.mark.parametrize(
-    ("stop", "length", "num_images"), [(6, 6, 0), (7, 11, 1), (10, 11, 1), (12, 12, 1)]
+    ("stop", "length", "num_images"), [(6, 6, 0), (7, 12, 1), (11, 12, 1), (12, 12, 1)]
 )
 def test_an_image_is_computed_whole(stop: int, length: int, num_images: int) -> None:
     turn = turn_of(chat_of(HI))
