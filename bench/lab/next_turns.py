@@ -244,7 +244,7 @@ class Talk:
             before = sum(idle.ends.values())
             idle.after(chat, request)(choice)
             async with asyncio.timeout(SECONDS):
-                while self._pause is None and sum(idle.ends.values()) == before:
+                while self._pause is None and sum(idle.ends.values()) == before:  # noqa: ASYNC110
                     await asyncio.sleep(0.002)
         await asyncio.sleep(self._pause or 0.0)
         return turn.num_wanted

@@ -1,4 +1,4 @@
-"""Next turns computed in idle time by the whole engine: adapters, images and states of their own."""
+"""Next turns that the engine computes in idle time: adapters, images and recurrent states."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Talker:
         answer = await self._client.open(chat)
         (choice,) = await answer.collect()
         async with asyncio.timeout(SECONDS):
-            while is_cached and sum(idle.ends.values()) == num_ended:
+            while is_cached and sum(idle.ends.values()) == num_ended:  # noqa: ASYNC110
                 await asyncio.sleep(0)
         return choice, answer.usage
 
