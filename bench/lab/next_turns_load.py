@@ -1,9 +1,10 @@
 """Idle prefill beside other requests: `python -m foretoken.bench.lab.next_turns_load TEMPLATE`.
 
-First, ``--streams`` clients stream answers, with pauses, while an agent holds conversations whose
-answers are given (`next_turns`). Windows with idle prefill and without it alternate; both have the
-same prompts. The table has the time between the tokens of the streams (ITL) and to their first
-tokens, and to the first token of the agent's later turns.
+First, ``--streams`` clients stream answers at the same time and then pause, again and again, while
+an agent holds conversations whose answers are given (`next_turns`). The pauses leave time to the
+idle work, and the streams that follow find it under way. Windows with idle prefill and without it
+alternate; both have the same prompts. The table has the time between the tokens of the streams
+(ITL) and to their first tokens, and to the first token of the agent's later turns.
 
 Second, requests arrive while 2,000 tokens are computed in idle time. The table has the time to the
 first token of such a request, and of one that arrives while nothing is computed.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import random
 import statistics
 import time
@@ -31,8 +33,8 @@ from .next_turns import Talk
 from .servers import words
 
 TOKENS = 64  # of an answer of a stream
-PROMPT = 100  # tokens of a stream's prompt
-PAUSE = 0.4  # mean seconds between two answers of a stream
+PROMPT = 16  # tokens of a stream's prompt
+PAUSE = 0.7  # seconds between two answers of a stream
 TOOL = 1.0  # seconds between two turns of the agent
 WORK = 2000  # tokens that are computed in idle time while a newcomer arrives
 NEWCOMER = 16  # tokens of a newcomer's prompt
@@ -92,28 +94,26 @@ async def _window(
     """Return the times of a window."""
     times, until = Times(), time.perf_counter() + seconds
     async with asyncio.TaskGroup() as group:
-        for index in range(options.streams):
-            group.create_task(_stream(llm, f"{is_on} {seed} {index}", seed, index, times, until))
         group.create_task(_agent(llm, options, times, until, is_on=is_on, salt=f"{is_on} {seed}"))
+        for burst in itertools.count():
+            if time.perf_counter() > until:
+                break
+            salts = [f"{is_on} {seed} {burst} {index}" for index in range(options.streams)]
+            await asyncio.gather(*(_stream(llm, salt, seed, burst, times) for salt in salts))
+            await asyncio.sleep(PAUSE)
     return times
 
 
-async def _stream(
-    llm: AsyncLLM, salt: str, seed: int, index: int, times: Times, until: float
-) -> None:
-    """Stream answers to new prompts until the window ends."""
-    rng = random.Random(f"{seed} {index}")
-    while time.perf_counter() < until:
-        params = SamplingParams(
-            max_tokens=TOKENS, ignore_eos=True, seed=seed, speculation="off", cache_salt=salt
-        )
-        last = time.perf_counter()
-        into = times.firsts
-        async for _ in llm.stream(words(PROMPT, rng.randrange(10**6)), params):
-            now = time.perf_counter()
-            into.append(now - last)
-            into, last = times.gaps, now
-        await asyncio.sleep(rng.uniform(0.5, 1.5) * PAUSE)
+async def _stream(llm: AsyncLLM, salt: str, seed: int, burst: int, times: Times) -> None:
+    """Stream an answer to a new prompt."""
+    params = SamplingParams(
+        max_tokens=TOKENS, ignore_eos=True, seed=seed, speculation="off", cache_salt=salt
+    )
+    last, into = time.perf_counter(), times.firsts
+    async for _ in llm.stream(words(PROMPT, burst), params):
+        now = time.perf_counter()
+        into.append(now - last)
+        into, last = times.gaps, now
 
 
 async def _agent(
