@@ -67,7 +67,8 @@ class IdlePrefill:
         """Whether to compute the next turn of a conversation when its answer has ended."""
         if not (chat.warms_next or self._is_on) or in_batch():
             return False
-        if chat.cache.is_private or request.cache.ends_session:
+        # Another engine generates the answer of a request that hands over its pages.
+        if chat.cache.is_private or request.cache.ends_session or request.transfer.hands_over:
             return False
         if chat.template.get("continue_final_message"):  # the answer is not a message of its own
             return False
