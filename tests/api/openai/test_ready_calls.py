@@ -119,6 +119,12 @@ def _is_whole(arguments: str) -> bool:
         return False
 
 
+def test_a_stream_that_ends_after_its_only_call_has_one_event(events) -> None:
+    found = events(TWO_CALLS, stream_options=ASKED, parallel_tool_calls=False)
+    assert [body["tool_call"]["function"]["name"] for name, body in found if name] == ["find"]
+    assert found[-1][1]["choices"][0]["finish_reason"] == "tool_calls"
+
+
 def test_choices_have_their_own(events) -> None:
     found = [body for name, body in events(TWO_CALLS, n=2, stream_options=ASKED) if name]
     assert sorted((each["choice"], each["tool_call"]["index"]) for each in found) == [

@@ -39,7 +39,7 @@ def test_the_engine_is_idle_although_a_client_does_not_read_its_answer(
         assert llm.is_idle
         answer = await llm.open("words", SamplingParams(max_tokens=2))
         assert not llm.is_idle
-        while not answer.ended:
+        while not answer.ended:  # noqa: ASYNC110
             await asyncio.sleep(0)
         assert llm.is_idle
         llm.forget(answer)
