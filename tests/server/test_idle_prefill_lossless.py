@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from support.plain_http import metrics
+from support.plain_http import get, metrics
 from support.server_process import running, running_front
 
 MODEL = "foretoken-builtin"
@@ -183,7 +183,8 @@ def test_every_turn_has_the_same_answer(
 def prefilled(url: str) -> dict[str, float]:
     """Return the number of prompt tokens that each replica has computed, by its number."""
     pattern = r'^foretoken:step_tokens_total{kind="prefill",replica="(\d+)"} (\S+)$'
-    return {name: float(value) for name, value in re.findall(pattern, metrics(url), re.MULTILINE)}
+    text = get(url, "/metrics").content.decode()
+    return {name: float(value) for name, value in re.findall(pattern, text, re.MULTILINE)}
 
 
 @pytest.mark.slow
