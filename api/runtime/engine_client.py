@@ -7,7 +7,7 @@ import dataclasses
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any, Self
@@ -98,6 +98,8 @@ class EngineClient:
         self._answers: dict[str, Answer] = {}  # answers that were not forgotten yet, by id
         self._room = asyncio.Event()  # set when an answer ends
         self._interactive_ended = -math.inf  # time at which the last answer outside a batch ended
+        # called with the key of each session that a request ends
+        self.on_session_end: list[Callable[[str], None]] = []
 
     @classmethod
     def from_built(cls, built: Built[ServingEngine]) -> Self:
@@ -361,6 +363,8 @@ class EngineClient:
         try:
             if pooling is None and (session := session_key(note.cache_key)) is not None:
                 cache = in_session(cache, session)
+                for listener in self.on_session_end if cache.ends_session else ():
+                    listener(session)
             prepared = await self._prepare(
                 prompt,
                 answer.params,

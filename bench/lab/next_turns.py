@@ -5,8 +5,8 @@ conversations of several turns are held: a chat whose answers begin with a long 
 agent whose answers are a thought and a call. The answers are given rather than generated: their
 tokens are computed as the model's own would be. The table has means over the later turns: how many
 tokens are new (the tokens of the message that was not known before), and how many were computed at
-the turn's start, without and with idle prefill; and medians of the time to the first token. Both
-kinds alternate.
+the turn's start, without and with idle prefill; and the time to the first token: median, minimum
+and maximum. Both kinds alternate. `--thought 0` holds them without thoughts.
 """
 
 from __future__ import annotations
@@ -86,6 +86,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print, and write JSON to ``--out``."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path, help="folder of chat templates")
+    parser.add_argument("--templates", nargs="*", default=list(FORMS), help="names (all known)")
     parser.add_argument("--model", default="smollm2", help="folder or file of the model (smollm2)")
     parser.add_argument("--turns", type=int, default=4, help="turns of a conversation (4)")
     parser.add_argument("--thought", type=int, default=300, help="tokens of a thought (300)")
@@ -95,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parser.parse_args(argv)
     print(*(f"{key}: {value}" for key, value in heading().items()), sep="\n", flush=True)
     rows = []
-    for name in FORMS:
+    for name in options.templates:
         path = options.folder / f"{name}.jinja"
         if path.is_file():
             try:
@@ -112,11 +113,11 @@ async def _template(name: str, path: Path, options: argparse.Namespace) -> list[
     rows: list[dict[str, object]] = []
     async with AsyncLLM(options.model, chat_template=str(path)) as llm:
         for is_agent in (False, True):
-            found: dict[bool, list[_Turn]] = {False: [], True: []}
+            found: dict[bool, list[Turn]] = {False: [], True: []}
             for index in range(2 * options.rounds):
                 is_on = index % 2 == 1
                 salt = f"{is_agent} {index}"
-                talk = _Talk(llm, name, options, is_agent=is_agent, is_on=is_on, salt=salt)
+                talk = Talk(llm, name, options, is_agent=is_agent, is_on=is_on, salt=salt)
                 found[is_on] += await talk.hold()
             row = _row(name, is_agent, found)
             print(row, flush=True)
@@ -125,7 +126,7 @@ async def _template(name: str, path: Path, options: argparse.Namespace) -> list[
 
 
 @dataclass(frozen=True, slots=True)
-class _Turn:
+class Turn:
     """A later turn: its new tokens, those computed at its start, and seconds to its token."""
 
     num_new: int
@@ -134,7 +135,7 @@ class _Turn:
     num_idle: int
 
 
-def _row(name: str, is_agent: bool, found: dict[bool, list[_Turn]]) -> dict[str, object]:
+def _row(name: str, is_agent: bool, found: dict[bool, list[Turn]]) -> dict[str, object]:
     off, on = found[False], found[True]
     return {
         "template": name,
@@ -142,14 +143,23 @@ def _row(name: str, is_agent: bool, found: dict[bool, list[_Turn]]) -> dict[str,
         "new": round(statistics.mean(turn.num_new for turn in on)),
         "computed, off": round(statistics.mean(turn.num_computed for turn in off)),
         "computed, on": round(statistics.mean(turn.num_computed for turn in on)),
-        "first token, off, ms": round(1e3 * statistics.median(turn.seconds for turn in off)),
-        "first token, on, ms": round(1e3 * statistics.median(turn.seconds for turn in on)),
+        "first token, off, ms": _spread(off),
+        "first token, on, ms": _spread(on),
         "idle tokens a turn": round(statistics.mean(turn.num_idle for turn in on)),
     }
 
 
-class _Talk:
-    """A conversation whose answers are given."""
+def _spread(turns: Sequence[Turn]) -> str:
+    """Return the median, the minimum and the maximum of the times, in milliseconds."""
+    times = [1e3 * turn.seconds for turn in turns]
+    return f"{statistics.median(times):.0f} ({min(times):.0f} to {max(times):.0f})"
+
+
+class Talk:
+    """A conversation whose answers are given.
+
+    ``pause``: seconds between an answer and the next message; None: until the idle work has ended.
+    """
 
     def __init__(
         self,
@@ -160,19 +170,20 @@ class _Talk:
         is_agent: bool,
         is_on: bool,
         salt: str,
+        pause: float | None = None,
     ) -> None:
         self._llm, self._options = llm, options
         self._form, self._final = FORMS[name], FINAL.get(name, "")
         self._client = ChatClient(llm, idle_prefill=is_on)
-        self._is_agent, self._is_on, self._salt = is_agent, is_on, salt
+        self._is_agent, self._is_on, self._salt, self._pause = is_agent, is_on, salt, pause
 
-    async def hold(self) -> list[_Turn]:
+    async def hold(self) -> list[Turn]:
         """Hold the conversation; return its turns after the first."""
         messages: list[dict[str, Any]] = [
             {"role": "system", "content": "You are helpful. " + words(50, 1)},
             {"role": "user", "content": words(self._options.result, 2)},
         ]
-        turns: list[_Turn] = []
+        turns: list[Turn] = []
         num_known = 0
         for index in range(self._options.turns):
             params = SamplingParams(max_tokens=1, temperature=0, cache_salt=self._salt)
@@ -183,6 +194,7 @@ class _Talk:
                 warms_next=self._is_on,
             )
             began = time.perf_counter()
+            self._client.next_turns.arrived(chat)
             prompt = await self._client.render(chat)
             answer = await self._llm.open(prompt, params, cache=chat.cache)
             completion = await self._llm.finish(answer)
@@ -192,7 +204,7 @@ class _Talk:
             if index:
                 num_computed = usage.prompt_tokens - usage.cached_tokens
                 num_new = usage.prompt_tokens - num_known
-                turns.append(_Turn(num_new, num_computed, seconds, idle.num_tokens))
+                turns.append(Turn(num_new, num_computed, seconds, idle.num_tokens))
                 idle.num_tokens = 0
             choice = await self._answer(chat, prompt, index)
             num_known = await self._idle(chat, choice, answer.request)
@@ -232,8 +244,9 @@ class _Talk:
             before = sum(idle.ends.values())
             idle.after(chat, request)(choice)
             async with asyncio.timeout(SECONDS):
-                while sum(idle.ends.values()) == before:  # noqa: ASYNC110
+                while self._pause is None and sum(idle.ends.values()) == before:  # noqa: ASYNC110
                     await asyncio.sleep(0.002)
+        await asyncio.sleep(self._pause or 0.0)
         return turn.num_wanted
 
     def _next(self, index: int, choice: Choice) -> dict[str, Any]:

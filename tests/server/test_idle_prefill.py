@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from support.plain_http import metrics
+from support.plain_http import metrics, opened
 from support.server_process import running
 
 SCRIPTED = Path(__file__).parents[1] / "support" / "scripted_server.py"
@@ -23,6 +24,7 @@ WORDS = "Hello to you, and to all who are with you, on every single day of the y
 ASK = {"role": "user", "content": f"[[<think>\n{THOUGHT}\n</think>\n{WORDS}]]"}
 SAID = {"role": "assistant", "content": WORDS}
 ON = {"role": "user", "content": "And now the same once more, please: [[Goodbye.]]"}
+CLOSE = {"x-session-id": "g", "x-session-close": "true"}
 SECONDS = 60
 
 
@@ -71,18 +73,6 @@ def test_the_next_turn_computes_its_new_message_alone(url: str) -> None:
     assert num_cached > num_before - 2 * PAGE > num_asked, "cached up to the new message"
 
 
-def test_answers_are_equal_with_and_without_it(url: str) -> None:
-    fields = {"seed": 5, "temperature": 1.0, "max_tokens": 24}
-    ready = ended(url, "ready")
-    chat(url, ASK, headers={"x-session-id": "b"}, cache_salt="b")
-    wait_for(url, "ready", ready + 1)
-    on = {"role": "user", "content": "no marks"}
-    warm = chat(url, ASK, SAID, on, cache_salt="b", **fields)
-    cold = chat(url, ASK, SAID, on, cache={"read": False, "write": False}, **fields)
-    assert warm["choices"][0]["message"] == cold["choices"][0]["message"]
-    assert usage_of(warm)[1] > usage_of(cold)[1] == 0
-
-
 @pytest.mark.parametrize(
     ("fields", "headers"),
     [
@@ -123,3 +113,67 @@ def test_statistics_of_requests_leave_it_out(url: str) -> None:
     before = [count(url, name) for name in names]
     wait_for(url, "ready", ready + 1)
     assert [count(url, name) for name in names] == before
+
+
+@contextlib.contextmanager
+def busy(url: str) -> Iterator[None]:
+    """Keep the server busy, so that next turns wait."""
+    body = {"messages": [ON], "max_tokens": 3000, "ignore_eos": True, "stream": True}
+    with opened(url, "POST", "/v1/chat/completions", body) as stream:
+        assert stream.readline()
+        yield
+
+
+def close_by_completion(url: str) -> None:
+    body = {"prompt": "a", "max_tokens": 1, "cache_salt": "g"}
+    httpx.post(f"{url}/v1/completions", json=body, headers=CLOSE).raise_for_status()
+
+
+def close_by_message(url: str) -> None:
+    messages = [{"role": "user", "content": "another conversation"}]
+    body = {"model": "foretoken-builtin", "messages": messages, "max_tokens": 1}
+    httpx.post(f"{url}/v1/messages", json=body, headers=CLOSE).raise_for_status()
+
+
+def delete(url: str) -> None:
+    httpx.delete(f"{url}/v1/sessions/g").raise_for_status()
+
+
+def flush(url: str) -> None:
+    httpx.post(f"{url}/cache/flush", json={"cache_salt": "g"}).raise_for_status()
+
+
+def go_on(url: str) -> None:
+    chat(
+        url, ASK, SAID, ON, headers={"x-session-id": "g", "x-session-close": "true"}, cache_salt="g"
+    )
+
+
+@pytest.mark.parametrize("end", [close_by_completion, close_by_message, delete, flush, go_on])
+def test_a_next_turn_that_waits_is_dropped_by(url: str, end: Callable[[str], None]) -> None:
+    chunks = count(url, "idle_prefill_chunks_total")
+    with busy(url):
+        chat(url, ASK, headers={"x-session-id": "g"}, cache_salt="g")
+        dropped = ended(url, "dropped")
+        end(url)
+        assert ended(url, "dropped") == dropped + 1
+        assert count(url, "idle_prefill_chunks_total") == chunks
+
+
+def test_a_client_that_leaves_has_no_next_turn(url: str) -> None:
+    """The second conversation is computed behind the first one's turn, which is missing."""
+    ready = ended(url, "ready")
+    body = {"messages": [ASK, SAID, ON], "max_tokens": 3000, "ignore_eos": True, "stream": True}
+    with opened(url, "POST", "/v1/chat/completions", body, {"x-session-id": "h"}) as stream:
+        assert stream.readline()
+    chat(url, ASK, headers={"x-session-id": "i"}, cache_salt="i")
+    wait_for(url, "ready", ready + 1)
+    assert ended(url, "ready") == ready + 1
+
+
+def test_a_salt_s_next_turn_is_of_no_use_to_others(url: str) -> None:
+    ready = ended(url, "ready")
+    chat(url, ASK, headers={"x-session-id": "j"}, cache_salt="j")
+    wait_for(url, "ready", ready + 1)
+    assert usage_of(chat(url, ASK, SAID, ON, cache_salt="k"))[1] == 0
+    assert usage_of(chat(url, ASK, SAID, ON, cache_salt="j"))[1] > 0

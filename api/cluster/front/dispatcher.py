@@ -335,6 +335,7 @@ class Dispatcher:
                 now=now,
                 excluded=excluded,
                 is_sent=is_sent,
+                is_ahead=live.request.extras.is_ahead,
             )
             if choice is not None:
                 return choice

@@ -19,6 +19,7 @@ from pathlib import Path
 from ....core.engine.crash_dump import stacks, write_report
 from ....core.engine.inbox import TokenStream
 from ....core.errors import EngineDead, InvalidRequest, Unavailable
+from ....core.interface.extras.adapter import salt_of
 from ....core.interface.request import Request
 from ....core.scheduling.request_table import (
     check_fits,
@@ -27,7 +28,7 @@ from ....core.scheduling.request_table import (
     max_len_of,
 )
 from ....core.telemetry.overview import RecentRequest
-from ...types.request_context import session_id
+from ...types.request_context import session_id, tenant_of
 from ...types.results import Body
 from ..wire.forms import WireError, ids_form
 from ..wire.messages import (
@@ -167,7 +168,9 @@ class Replicas:
             raise Unavailable(missing)
         self.check(request)
         request.max_len = max_len_of(request, self._roster.greeting.max_model_len)
-        return self._dispatcher.submit(request, session_id() or request.tenant)
+        # Not the request's tenant: a request in idle time has none, and belongs to its session.
+        tenant = tenant_of(salt_of(request.namespace))
+        return self._dispatcher.submit(request, session_id() or tenant)
 
     def check(self, request: Request) -> None:
         """Raise an error for a request that `submit` would refuse even with an empty queue.

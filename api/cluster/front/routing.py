@@ -232,10 +232,13 @@ class Router(Generic[R]):
         excluded: Collection[R] = (),
         cache: CacheOptions = DEFAULT_CACHE,
         is_sent: bool = True,
+        is_ahead: bool = False,
     ) -> Choice[R] | None:
         """Return the replica for a request that is sent now, or None if all are excluded.
 
-        If ``is_sent`` is false, the request is not sent now, and no state changes.
+        If ``is_sent`` is false, the request is not sent now, and no state changes. ``is_ahead``:
+        the request computes the next pages of a prompt in advance; without a session it belongs
+        where the pages before are, by whatever route they came there.
 
         ``tokens``: all tokens of the request, including its output so far. ``now``: seconds on a
         monotonic clock. ``excluded``: replicas that cannot take the request. The request's pages
@@ -254,7 +257,8 @@ class Router(Generic[R]):
             each.replica.forget_sent(now)
         for seed in keys if cache.read else ():
             _find_pages([each for each in offers if each.replica.seed == seed], keys[seed])
-        best = self._best(offers, namespace if session is None else session)
+        session = namespace if session is None else session
+        best = self._best(offers, session, is_ahead=is_ahead)
         if is_sent:
             best.replica.last_turn = next(self._turns)
         if is_sent and cache.write:
@@ -289,14 +293,12 @@ class Router(Generic[R]):
             request.replica.owed -= request.owed
             request.replica.num_requests -= 1
 
-    def _best(self, offers: list[_Offer[R]], session: str | None) -> _Offer[R]:
-        match self._route:
-            case Route.KV:
-                return min(offers, key=lambda each: each.rank_by_wait)
-            case Route.SESSION if session is not None:
-                return _of_session(offers, session)
-            case _:
-                return min(offers, key=lambda each: each.rank_by_owed)
+    def _best(self, offers: list[_Offer[R]], session: str | None, *, is_ahead: bool) -> _Offer[R]:
+        if self._route is Route.SESSION and session is not None:
+            return _of_session(offers, session)
+        if self._route is Route.KV or is_ahead:
+            return min(offers, key=lambda each: each.rank_by_wait)
+        return min(offers, key=lambda each: each.rank_by_owed)
 
 
 def _find_pages(offers: list[_Offer[R]], keys: Iterable[bytes]) -> None:

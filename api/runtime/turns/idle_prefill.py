@@ -18,13 +18,12 @@ from ....core.engine.inbox import TokenStream
 from ....core.errors import ForetokenError, InvalidRequest, PromptTooLong
 from ....core.interface.request import DEFAULT_CACHE, CacheOptions, FinishReason, Request
 from ....core.telemetry.families import counter, counters
-from ...types.request_context import in_batch, owner_of, random_id, session_key
+from ...types.request_context import in_batch, owner_of, random_id
 from ...types.results import Choice
 from ...types.shares import Owner, Shares
 from ..conversation.chat_input import ChatInput
 from ..engine_client import EngineClient
 from ..preprocess import Prepared, make_request, submit, warm_params
-from ..sessions import in_session
 from .chunk_size import ChunkSize
 from .next_prompt import NextPrompt, Render
 
@@ -62,12 +61,14 @@ class IdlePrefill:
         self._has_warned = False  # whether the log has the warning about them
         self.num_tokens = self.num_chunks = 0
         self.ends = dict.fromkeys(ENDS, 0)
+        llm.on_session_end.append(self.end_session)
 
     def wants(self, chat: ChatInput, request: Request) -> bool:
         """Whether to compute the next turn of a conversation when its answer has ended."""
         if not (chat.warms_next or self._is_on) or in_batch():
             return False
-        if chat.cache.is_private or request.cache.ends_session:
+        # Another engine generates the answer of a request that hands over its pages.
+        if chat.cache.is_private or request.cache.ends_session or request.transfer.hands_over:
             return False
         if chat.template.get("continue_final_message"):  # the answer is not a message of its own
             return False
@@ -92,14 +93,11 @@ class IdlePrefill:
         return begin
 
     def arrived(self, chat: ChatInput) -> None:
-        """Drop the next turns that ``chat`` continues, and the next turns of a session it ends."""
+        """Drop the next turns that ``chat`` continues."""
         if self._current is None and not self._waiting:
             return
         owner = owner_of(chat.params.cache_salt)
         self._drop(lambda turn: turn.continues(chat.messages, owner))
-        session = session_key(chat.cache_key)
-        if session is not None and in_session(chat.cache, session).ends_session:
-            self.end_session(session)
 
     def end_session(self, session: str) -> None:
         """Drop the next turns of a session."""
@@ -248,7 +246,7 @@ class IdlePrefill:
         self.num_tokens += num_computed
         # A model with recurrent states resumes a page before the end of the last chunk.
         is_kept = turn.num_chunks == 0 or usage.cached_tokens >= turn.num_cached - page_size
-        # A chunk that ends with an image may end within a page.
+        # A chunk that ends behind an image may end within a page.
         turn.num_cached = len(request.tokens) // page_size * page_size
         turn.num_chunks += 1
         return is_kept

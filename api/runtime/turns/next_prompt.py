@@ -19,7 +19,9 @@ from ..conversation.tools import plain_call
 from ..preprocess import PromptTokens
 
 Render = Callable[[ChatInput], Awaitable[PromptTokens]]
-MARKS = "\x01", "\x02"  # two contents of the next message: prompts are equal up to it
+# Two contents of the next message: prompts are equal up to it. They differ from the first letter on
+# also where a template writes them as JSON, and merge with the characters before as words do.
+MARKS = "a", "7"
 MESSAGE_BYTES = 512  # size of a message without its text
 TOKEN_BYTES = 12  # size of a token id and its text; a body that continues a response lacks the text
 
@@ -83,7 +85,10 @@ class NextPrompt:
         self._known = array("q")
 
     def up_to(self, stop: int) -> PromptTokens:
-        """Return the first ``stop`` tokens of the prompt. An image is never cut: it is whole."""
+        """Return the first ``stop`` tokens of the prompt.
+
+        An image is never cut: it is whole, and a token follows it, as the engine requires.
+        """
         prompt = self.prompt
         assert prompt is not None, "the prompt must be rendered first"
         images: list[PromptImage] = []
@@ -92,7 +97,7 @@ class NextPrompt:
             if first >= stop:
                 break
             images.append(image)
-            stop = max(stop, end)
+            stop = max(stop, end + 1)
         return dataclasses.replace(prompt, token_ids=prompt.token_ids[:stop], images=tuple(images))
 
     def _with_message(self, content: str) -> ChatInput:

@@ -364,6 +364,21 @@ def test_without_a_session_the_salt_decides_and_without_both_what_is_owed() -> N
     assert [choose(router, prompt((1, 100))).replica for _ in range(3)] == [B] * 3
 
 
+@pytest.mark.parametrize("route", Route)
+def test_a_prompt_that_is_computed_in_advance_goes_where_its_pages_are(route: Route) -> None:
+    router, tokens = router_of(A, B, route=route), prompt((1, 320))
+    router.stored(B, keys_of(tokens))
+    for _ in range(2):
+        found = router.choose(tokens, None, session=None, now=0.0, is_ahead=True)
+        assert found is not None
+        assert found.replica == B
+    if route is Route.SESSION:  # the next turn will be routed by its session
+        session = next(str(n) for n in range(99) if place(router, str(n)) == A)
+        found = router.choose(tokens, None, session=session, now=0.0, is_ahead=True)
+        assert found is not None
+        assert found.replica == A
+
+
 def test_even_routing_goes_by_what_is_owed_whatever_is_cached() -> None:
     router = router_of(A, B, route=Route.EVEN)
     tokens = prompt((1, 320))

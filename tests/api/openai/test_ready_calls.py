@@ -81,6 +81,50 @@ def test_a_call_that_is_cut_is_not_ready(events) -> None:
     assert [each["tool_call"]["function"]["name"] for each in found] == ["find"]
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        TWO_CALLS,
+        call("find", text='a "b" }') + call("read", path="</tool_call>"),
+        '<tool_call>\n{"name": "find", "arguments": {bad}}\n</tool_call>\n'
+        + call("read", path="x"),
+        "<tool_call>\n{'name': 'find', 'arguments': {'text': 'a',}}\n</tool_call>",
+        '<tool_call>\n{"name": "find"}\n</tool_call>\n<tool_call>\n{"name": "read", "argu',
+        '<tool_call>\n{"arguments": {"path": "x"}, "name": "read"}\n</tool_call>',
+        '<tool_call>\n{"name": "find", "arguments": "{\\"text\\": 1}"}\n</tool_call>',
+    ],
+)
+def test_a_ready_call_is_whole_and_equal_to_what_was_streamed(events, text: str) -> None:
+    streamed: dict[int, list[str]] = {}
+    ready: dict[int, str] = {}
+    for name, body in events(text, stream_options=ASKED):
+        if name:
+            one = body["tool_call"]
+            assert one["index"] not in ready
+            ready[one["index"]] = one["function"]["arguments"]
+            assert ready[one["index"]] == "".join(streamed[one["index"]])
+            assert isinstance(json.loads(ready[one["index"]]), dict)
+            continue
+        for part in body["choices"][0]["delta"].get("tool_calls", ()):
+            assert part["index"] not in ready, "nothing of a call comes behind its event"
+            streamed.setdefault(part["index"], []).append(part["function"].get("arguments", ""))
+    wholes = {at for at, parts in streamed.items() if _is_whole("".join(parts))}
+    assert set(ready) == wholes
+
+
+def _is_whole(arguments: str) -> bool:
+    try:
+        return isinstance(json.loads(arguments), dict)
+    except ValueError:
+        return False
+
+
+def test_a_stream_that_ends_after_its_only_call_has_one_event(events) -> None:
+    found = events(TWO_CALLS, stream_options=ASKED, parallel_tool_calls=False)
+    assert [body["tool_call"]["function"]["name"] for name, body in found if name] == ["find"]
+    assert found[-1][1]["choices"][0]["finish_reason"] == "tool_calls"
+
+
 def test_choices_have_their_own(events) -> None:
     found = [body for name, body in events(TWO_CALLS, n=2, stream_options=ASKED) if name]
     assert sorted((each["choice"], each["tool_call"]["index"]) for each in found) == [

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from foretoken.api.parsing.families import FAMILIES
+from foretoken.api.parsing.output_parser import CallBegin, CallEnd
 from support.deviations import MARKS, ONE, SI, TOOLS, TWO, F, G, check, of
 from support.format_texts import BOTH, WRAPPED
 from support.parse_harness import Read, by_kind, parse, syntax
@@ -520,6 +521,16 @@ def test_a_call_that_a_limit_cuts_has_an_end_only_if_its_arguments_are_all_there
         events = [*parser.feed(text[:length]), *parser.end(is_cut=True)]
         done = [call for call in by_kind(events).calls if call[2]]
         assert [(name, json.loads(arguments)) for name, arguments, _ in done] == whole[: len(done)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_call_has_its_end_before_the_next_one_has_a_name(family):
+    """Then a tool can start although the answer goes on."""
+    parser = syntax(family).parser(tools=TOOLS)
+    events = [event for char in WHOLE[family] + "\n" + WHOLE[family] for event in parser.feed(char)]
+    kinds = [type(each) for each in events if isinstance(each, CallBegin | CallEnd)]
+    assert kinds == ([CallBegin, CallEnd] * len(kinds))[: len(kinds)]
+    assert kinds.count(CallBegin) > 1
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -19,12 +19,13 @@ from foretoken.api.runtime.turns.idle_prefill import (
     MAX_WAITING,
     IdlePrefill,
 )
-from foretoken.api.types.request_context import CONTEXT, RequestContext, caller_key
+from foretoken.api.types.request_context import CONTEXT, RequestContext
 from foretoken.api.types.results import Choice, Tool, ToolCall
 from foretoken.api.types.sampling_params import SamplingParams
 from foretoken.core.engine.inbox import TokenStream
 from foretoken.core.errors import EngineDead, InvalidRequest, PromptTooLong
 from foretoken.core.interface.extras.images import PromptImage
+from foretoken.core.interface.extras.request_extras import NO_TRANSFER, Transfer
 from foretoken.core.interface.request import CacheOptions, Delta, FinishReason, Request, Usage
 
 PAGE = 4
@@ -48,6 +49,7 @@ class Machine:
         self.config = SimpleNamespace(max_priority=10)
         self.engine = self
         self.freed = asyncio.Event()
+        self.on_session_end: list[Callable[[str], None]] = []
 
     async def cache_info(self) -> dict[str, int]:
         return {"free_pages": self.room, "evictable_pages": 0}
@@ -106,13 +108,20 @@ class Scene:
         return ChatInput(messages=[{"role": "user", "content": str(name)}], params=params, **fields)
 
     def end(
-        self, chat: ChatInput, choice: Choice = ENDED, *, session: str | None = "s", **cache: bool
+        self,
+        chat: ChatInput,
+        choice: Choice = ENDED,
+        *,
+        session: str | None = "s",
+        hands_over: bool = False,
+        **cache: bool,
     ) -> bool:
         """End the answer to ``chat``; return whether its next turn is wanted."""
         request = SimpleNamespace(
             tokens=array("q", [1, 2, 3]),
             prompt_len=3,
             cache=CacheOptions(session=session, **cache),
+            transfer=Transfer(hands_over=hands_over),
             usage=Usage(),
         )
         is_wanted = self.idle.wants(chat, request)  # type: ignore[arg-type]
@@ -298,7 +307,7 @@ def test_a_long_chunk_is_aborted_when_a_request_arrives() -> None:
     run(act)
 
 
-def test_a_chunk_may_end_with_an_image_within_a_page() -> None:
+def test_a_chunk_may_end_behind_an_image_within_a_page() -> None:
     async def act() -> list[Request]:
         scene = Scene(num_tokens=61)
         scene.images = (PromptImage(key=b"k" * 32, runs=((10, 8),), inputs=()),)
@@ -307,7 +316,7 @@ def test_a_chunk_may_end_with_an_image_within_a_page() -> None:
         assert scene.idle.ends["ready"] == 1
         return scene.machine.requests
 
-    assert next(len(each.tokens) for each in run(act)) == 18
+    assert next(len(each.tokens) for each in run(act)) == 19
 
 
 def test_a_model_that_resumes_from_states_has_next_turns() -> None:
@@ -369,26 +378,11 @@ def test_pages_that_may_be_lost_need_room_as_well(session: str | None) -> None:
     run(act)
 
 
-def test_a_request_that_ends_the_session_ends_it() -> None:
-    async def act() -> None:
-        scene = Scene()
-        scene.machine.is_idle = False
-        headers = [(b"x-session-id", b"a")]
-        CONTEXT.set(RequestContext({"type": "http", "headers": headers}))
-        scene.end(scene.ask(1), session=caller_key("a"))
-        scene.idle.arrived(scene.ask(2))
-        assert scene.idle.ends["dropped"] == 0
-        headers.append((b"x-session-close", b"true"))
-        scene.idle.arrived(scene.ask(2))
-        assert scene.idle.ends["dropped"] == 1
-
-    run(act)
-
-
 def test_a_session_that_ends_while_its_answer_runs_has_no_next_turn() -> None:
     async def act() -> None:
         scene = Scene()
-        request = SimpleNamespace(cache=CacheOptions(session="s"), usage=Usage())
+        options = CacheOptions(session="s")
+        request = SimpleNamespace(cache=options, transfer=NO_TRANSFER, usage=Usage())
         chat = scene.ask(1)
         assert scene.idle.wants(chat, request)  # type: ignore[arg-type]
         begin = scene.idle.after(chat, request)  # type: ignore[arg-type]
@@ -421,7 +415,8 @@ def test_the_end_of_the_session_ends_it() -> None:
         scene.machine.is_idle = False
         scene.end(scene.ask(1), session="s")
         scene.end(scene.ask(2), session="t")
-        scene.idle.end_session("s")
+        (listener,) = scene.machine.on_session_end
+        listener("s")
         scene.machine.is_idle = True
         await scene.settle()
         assert set(scene.names) == {2}
@@ -505,6 +500,7 @@ def test_a_closed_engine_ends_it() -> None:
         (False, {}, {}, False),
         (False, {"warms_next": True}, {}, True),
         (True, {}, {"ends_session": True}, False),
+        (True, {"warms_next": True}, {"hands_over": True}, False),
         (True, {"cache": CacheOptions(write=False)}, {}, False),
         (True, {"template": {"continue_final_message": True}}, {}, False),
         (True, {"cache": CacheOptions(read=False), "warms_next": True}, {}, False),

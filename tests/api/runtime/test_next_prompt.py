@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from array import array
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -94,8 +95,20 @@ def test_tokens_that_the_request_has_computed_are_cached() -> None:
     assert (turn.num_cached, turn.num_wanted, turn.num_missing) == (3, 6, 3)
 
 
+@pytest.mark.parametrize("write", [str, json.dumps], ids=["text", "JSON"])
+def test_nothing_of_the_next_message_is_taken_to_be_known(write: Callable[[str], str]) -> None:
+    """Control characters, for example, have a common beginning in JSON, which words do not have."""
+
+    async def render(chat: ChatInput) -> PromptTokens:
+        return PromptTokens([1, 2, 3, *map(ord, write(chat.messages[-1]["content"]))])
+
+    turn = turn_of(chat_of(HI))
+    asyncio.run(turn.render(render, 1))
+    assert turn.num_wanted == 3 + write("").find('"') + 1
+
+
 @pytest.mark.parametrize(
-    ("stop", "length", "num_images"), [(6, 6, 0), (7, 11, 1), (10, 11, 1), (12, 12, 1)]
+    ("stop", "length", "num_images"), [(6, 6, 0), (7, 12, 1), (11, 12, 1), (12, 12, 1)]
 )
 def test_an_image_is_computed_whole(stop: int, length: int, num_images: int) -> None:
     turn = turn_of(chat_of(HI))
