@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
+from functools import cached_property, partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -288,12 +288,12 @@ class EngineClient:
         """The error to raise before `start` has finished."""
         return EngineDead("this LLM is not started")
 
-    @property
+    @cached_property
     def engine(self) -> ServingEngine:
         """The engine. Available after `start`."""
         return self.built.engine
 
-    @property
+    @cached_property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer. Available after `start`."""
         if self._tokenizer is None:
