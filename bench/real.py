@@ -8,7 +8,8 @@ followed by the next one at once, and prompts are cached. So it measures decodin
 slowest answer. Each run begins with a few untimed tokens, because the cost model has just seen the
 steps of another setting. The ratio compares ``auto`` with the best fixed depth, ``off`` included.
 Settings take turns until the standard error of that ratio, computed from the ratios of the turns,
-is small; it is printed beside each ratio.
+is small; it is printed beside each ratio. The JSON also has the processor time per token
+(``cpu_ms_per_token``), which other load on the machine affects less than tokens per second.
 
 If ``--draft`` names a draft model or head, "chain-N" and "tree-N" are drafts of N tokens from it
 alone, "look-ups" is the controller without it, and "auto" has both. ``--model smollm2-off-grid
@@ -346,8 +347,6 @@ def details(cell: Cell, found: dict[str, list[Figures]]) -> dict[str, object]:
             "drafts_by": drafts_by(setting),
             "tokens_per_s": Spread.of([figures.rate for figures in runs]),
             "cpu_ms_per_token": Spread.of([figures.cpu_ms for figures in runs]),
-            "rates": [figures.rate for figures in runs],
-            "cpu_ms": [figures.cpu_ms for figures in runs],
             "auto_over_it": None if auto is None else paired(runs, auto)._asdict(),
             "tokens_per_step": sum(f.num_tokens for f in runs) / sum(f.num_steps for f in runs),
             "proposed": sum(f.num_proposed for f in runs),
