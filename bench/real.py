@@ -8,7 +8,8 @@ followed by the next one at once, and prompts are cached. So it measures decodin
 slowest answer. Each run begins with a few untimed tokens, because the cost model has just seen the
 steps of another setting. The ratio compares ``auto`` with the best fixed depth, ``off`` included.
 Settings take turns until the standard error of that ratio, computed from the ratios of the turns,
-is small; it is printed beside each ratio.
+is small; it is printed beside each ratio. The JSON also has the processor time per token
+(``cpu_ms_per_token``), which other load on the machine affects less than tokens per second.
 
 If ``--draft`` names a draft model or head, "chain-N" and "tree-N" are drafts of N tokens from it
 alone, "look-ups" is the controller without it, and "auto" has both. ``--model smollm2-off-grid
@@ -89,6 +90,7 @@ class Figures:
 
     seconds: float = 0.0  # Time at full concurrency, summed over the groups.
     num_timed: int = 0  # Tokens generated at full concurrency.
+    cpu_seconds: float = 0.0  # Processor time of the process in this time, on all threads.
     num_tokens: int = 0  # Tokens of all answers.
     num_steps: int = 0
     num_proposed: int = 0
@@ -104,6 +106,11 @@ class Figures:
             self.num_accepted += usage.accepted_tokens
             for source, num in usage.accepted_by_source.items():
                 self.by_source[source] = self.by_source.get(source, 0) + num
+
+    @property
+    def cpu_ms(self) -> float:
+        """Processor time per token in milliseconds."""
+        return 1e3 * self.cpu_seconds / self.num_timed
 
     @property
     def rate(self) -> float:
@@ -217,18 +224,21 @@ class Bench:
         await asyncio.gather(*(self._serve(each, []) for each in lead_in))
         answers: list[list[int]] = [[] for _ in requests]
         waiting = iter(zip(requests, answers, strict=True))
-        began, timed = time.perf_counter(), list[tuple[float, int]]()
+        began, cpu_began = time.perf_counter(), time.process_time()
+        timed: list[tuple[float, int, float]] = []
 
         async def seat() -> None:
             for request, answer in waiting:
                 await self._serve(request, answer)
-            timed.append((time.perf_counter() - began, sum(map(len, answers))))
+            seconds = time.perf_counter() - began
+            timed.append((seconds, sum(map(len, answers)), time.process_time() - cpu_began))
 
         await asyncio.gather(*(seat() for _ in range(cell.concurrency)))
         # The timed part ends when fewer requests than ``cell.concurrency`` are left.
-        seconds, num_tokens = timed[0]
+        seconds, num_tokens, cpu_seconds = timed[0]
         figures.seconds += seconds
         figures.num_timed += num_tokens
+        figures.cpu_seconds += cpu_seconds
         figures.add([each.usage for each in requests])
         self._built.engine.scheduler.speculator = self._own
         return answers
@@ -336,6 +346,7 @@ def details(cell: Cell, found: dict[str, list[Figures]]) -> dict[str, object]:
         setting: {
             "drafts_by": drafts_by(setting),
             "tokens_per_s": Spread.of([figures.rate for figures in runs]),
+            "cpu_ms_per_token": Spread.of([figures.cpu_ms for figures in runs]),
             "auto_over_it": None if auto is None else paired(runs, auto)._asdict(),
             "tokens_per_step": sum(f.num_tokens for f in runs) / sum(f.num_steps for f in runs),
             "proposed": sum(f.num_proposed for f in runs),

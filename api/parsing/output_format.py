@@ -158,6 +158,8 @@ class Syntax:
         `InvalidRequest` for invalid tools or an invalid choice; schemas are checked when the
         grammar is compiled.
         """
+        if not tools and params.structured_field is None:
+            return None
         lark = Lark(self.vocab, () if self.family is None else self.family.marks)
         structured = body = lark.structured_output(params)
         around = None if self.family is None else self.family.around
@@ -236,6 +238,8 @@ def _with_thought(
 
 def check_tools(tools: Sequence[Tool], choice: ToolChoice) -> None:
     """Raise `InvalidRequest`, which names the parameter, for invalid tools or an invalid choice."""
+    if not tools and choice.mode != "required" and choice.allowed is None:
+        return
     if len(tools) > MAX_TOOLS:
         raise InvalidRequest(
             f"tools must have at most {MAX_TOOLS} entries, not {len(tools)}", param="tools"

@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import cached_property
 from types import TracebackType
 from typing import Any, Self
 
@@ -279,12 +280,12 @@ class EngineClient:
         """The error to raise before `start` has finished."""
         return EngineDead("this LLM is not started")
 
-    @property
+    @cached_property
     def engine(self) -> ServingEngine:
         """The engine. Available after `start`."""
         return self.built.engine
 
-    @property
+    @cached_property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer. Available after `start`."""
         if self._tokenizer is None:

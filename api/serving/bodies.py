@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
 
 from starlette.requests import Request
 
@@ -19,25 +18,35 @@ async def chunks(request: Request, limits: Limits, name: str) -> AsyncGenerator[
 
     After a refusal the connection discards the rest of the body.
     """
-    limit, size = int(getattr(limits, name)), 0
-    if int(header(request.scope, b"content-length") or 0) > limit:
-        raise _too_large(limits, name)
-    has_more = True
+    limit, size, has_more = _limit(request, limits, name), 0, True
     while has_more:
-        message = await request.receive()
-        if message["type"] == "http.disconnect":
-            raise ClientGone
-        chunk, has_more = message.get("body", b""), message.get("more_body", False)
+        chunk, has_more = await _next_chunk(request)
         size += len(chunk)
         if size > limit:
             raise _too_large(limits, name)
         yield chunk
 
 
+def _limit(request: Request, limits: Limits, name: str) -> int:
+    """Return the limit ``name``. Raises `ApiError` 413 for a body that announces more bytes."""
+    limit = int(getattr(limits, name))
+    if int(header(request.scope, b"content-length") or 0) > limit:
+        raise _too_large(limits, name)
+    return limit
+
+
+async def _next_chunk(request: Request) -> tuple[bytes, bool]:
+    """Return a chunk of a body, and whether more follow. Raises `ClientGone`."""
+    message = await request.receive()
+    if message["type"] == "http.disconnect":
+        raise ClientGone
+    return message.get("body", b""), message.get("more_body", False)
+
+
 def content_coding(request: Request) -> str:
     """Return the Content-Encoding of a request's body, "" without one."""
     given = [each for name, each in request.scope["headers"] if name == b"content-encoding"]
-    return b",".join(given).decode("latin-1")
+    return b",".join(given).decode("latin-1") if given else ""
 
 
 class BodyReader:
@@ -53,17 +62,22 @@ class BodyReader:
         Raises `ClientGone` and `ApiError`: 400 and 415 if the body cannot be decompressed, 413 if
         it is too large, 503 if all bodies in transit together are too large.
         """
-        parts: list[bytes] = []
+        # Unlike `chunks`, this creates no generator: most bodies are a single chunk.
+        limit = _limit(request, self._limits, "max_body_bytes")
+        parts, num_bytes, has_more = [], 0, True
         try:
-            async with aclosing(chunks(request, self._limits, "max_body_bytes")) as arriving:
-                async for chunk in arriving:
-                    parts.append(chunk)
-                    self._num_held += len(chunk)
-                    if self._num_held > self._limits.max_bodies_bytes:
-                        raise self._full()
+            while has_more:
+                chunk, has_more = await _next_chunk(request)
+                parts.append(chunk)
+                num_bytes += len(chunk)
+                self._num_held += len(chunk)
+                if num_bytes > limit:
+                    raise _too_large(self._limits, "max_body_bytes")
+                if self._num_held > self._limits.max_bodies_bytes:
+                    raise self._full()
             return await self._decoded(b"".join(parts), content_coding(request))
         finally:
-            self._num_held -= sum(map(len, parts))
+            self._num_held -= num_bytes
 
     async def _decoded(self, data: bytes, coding: str) -> bytes:
         if not coding:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
+from functools import cache
 
 from ...core.errors import InvalidRequest
 from ...core.interface.sampling import MAX_BIASED_TOKENS, MAX_LOGPROBS
@@ -19,6 +19,7 @@ LISTED = {  # body field -> limit on its number of entries
     "input": "max_messages",
     "tools": "max_tools",
     "logit_bias": "max_logit_bias",
+    "prompt": "max_prompts",  # a list of token ids is one prompt
 }
 NUMBERS = {"n": "max_n", "logprobs": "max_top_logprobs", "top_logprobs": "max_top_logprobs"}
 STOPS = ("stop", "stop_sequences")
@@ -126,26 +127,22 @@ class Limits:
 
     def check_body(self, body: object) -> None:
         """Raise `InvalidRequest` if a decoded body of any route exceeds a limit."""
-        for param, name in LISTED.items():
-            value = getattr(body, param, None)
-            if value and isinstance(value, (list, dict)) and not _is_ids(value):
-                self.check(param, len(value), name)
-        for param, name in NUMBERS.items():
-            value = getattr(body, param, None)
-            if type(value) is int:  # ``logprobs`` of a chat request is a bool
-                self.check(param, value, name)
-        for param in STOPS:
-            if value := getattr(body, param, None):
+        for param in limited(type(body)):  # type: ignore[arg-type]  # types are hashable
+            value = getattr(body, param)
+            if value is None or value is False:
+                continue
+            if param in LISTED:
+                is_ids = type(value) is list and value and type(value[0]) is int
+                if not is_ids and isinstance(value, (list, dict)):
+                    self.check(param, len(value), LISTED[param])
+            elif param in STOPS:
                 texts = [value] if isinstance(value, str) else value
                 self.check(param, num_stop_bytes(texts), "max_stop_bytes")
-        self.check("prompt", _num_prompts(getattr(body, "prompt", None)), "max_prompts")
+            elif type(value) is int:  # ``logprobs`` of a chat request is a bool
+                self.check(param, value, NUMBERS[param])
 
 
-def _num_prompts(prompt: object) -> int:
-    """Return the number of prompts. A list of token ids is one prompt."""
-    return len(prompt) if isinstance(prompt, list) and prompt and not _is_ids(prompt) else 1
-
-
-def _is_ids(value: Collection[object]) -> bool:
-    """Whether the value is a list of token ids, which is a single prompt."""
-    return isinstance(value, list) and isinstance(value[0], int)
+@cache
+def limited(kind: type) -> tuple[str, ...]:
+    """Return the fields of a kind of body that have limits, in the order of the checks."""
+    return tuple(each for each in (*LISTED, *NUMBERS, *STOPS) if hasattr(kind, each))

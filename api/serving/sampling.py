@@ -177,7 +177,8 @@ def sampling_params(
     ``guess``: the body's prediction. ``own``: parameters that the API names or encodes differently.
     They take precedence; None means that the field was left out.
     """
-    given = dict(zip(SAME_NAME, _read_same(body), strict=True))
+    values = zip(SAME_NAME, _read_same(body), strict=True)
+    given = {name: value for name, value in values if value is not None}
     hints = None if body.nvext is None else body.nvext.agent_hints
     if hints is not None and hints.priority is not None and body.priority is None:
         # Lower numbers are more urgent in `SamplingParams`.
@@ -186,11 +187,11 @@ def sampling_params(
         for name, value in more.items():
             if value is None:
                 continue
-            if name in STRUCTURED_FIELDS and given[name] not in (None, value):
+            if name in STRUCTURED_FIELDS and given.get(name) not in (None, value):
                 raise InvalidRequest(f"{name} is given twice, with different values", param=name)
             given[name] = value
     return SamplingParams(
-        **{name: value for name, value in given.items() if value is not None},
+        **given,
         prediction=guess.text if isinstance(guess, Prediction) else guess,
         deadline=None if body.deadline_ms is None else body.deadline_ms / 1000,
     )

@@ -86,15 +86,15 @@ class Budget:
 
     def __init__(self, most_chars: int, seconds: float) -> None:
         self.most_chars = most_chars
-        self._ends_at = time.monotonic() + seconds
+        self.ends_at = time.monotonic() + seconds
 
     def end(self) -> None:
         """Stop the rendering, whose result is no longer needed."""
-        self._ends_at = 0.0
+        self.ends_at = 0.0
 
     def check_time(self) -> None:
         """Raise TimeoutError if the time limit is exceeded."""
-        if time.monotonic() > self._ends_at:
+        if time.monotonic() > self.ends_at:
             raise TimeoutError
 
     def check(self, num_chars: int) -> None:
@@ -189,13 +189,16 @@ def _message(message: Mapping[str, Any]) -> dict[str, Any]:
     Null fields are removed. Reasoning is given under several names, since templates differ.
     """
     known = {
-        name: None if value is NULL else _plain(value)
+        name: value if type(value) is str else None if value is NULL else _plain(value)
         for name, value in message.items()
         if value is not None
     }
-    reasoning = next((known[name] for name in REASONING if name in known), None)
-    if reasoning is not None:
-        known = {"thinking": reasoning, **known, "reasoning_content": reasoning}
+    for name in REASONING:
+        if name in known:
+            reasoning = known[name]
+            if reasoning is None:
+                break
+            return {"thinking": reasoning, **known, "reasoning_content": reasoning}
     return known
 
 
@@ -257,7 +260,8 @@ class Environment(ImmutableSandboxedEnvironment):
 
     def getitem(self, obj: Any, argument: Any) -> Any:  # noqa: ANN401 - values of a template
         """Return an item. Raises TimeoutError if the time limit is exceeded."""
-        BUDGET.get().check_time()
+        if time.monotonic() > BUDGET.get().ends_at:
+            raise TimeoutError
         return super().getitem(obj, argument)
 
     def call(self, context: Any, obj: Any, /, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - values of a template
@@ -267,7 +271,12 @@ class Environment(ImmutableSandboxedEnvironment):
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:  # noqa: ANN401 - values of a template
         """Return the result of an operator. Raises `TooLong` if the result would be too long."""
-        BUDGET.get().check(_size(operator, left, right))
+        budget = BUDGET.get()
+        if operator == "+" and type(left) is str and type(right) is str:  # the most common one
+            joined = left + right if len(left) + len(right) <= budget.most_chars else ""
+            if joined and time.monotonic() <= budget.ends_at:
+                return joined
+        budget.check(_size(operator, left, right))
         return super().call_binop(context, operator, left, right)
 
 
@@ -342,11 +351,12 @@ def bounded_text(pieces: Iterable[str]) -> str:
     budget, num_chars = BUDGET.get(), 0
     for piece in pieces:
         num_chars += len(piece)
-        budget.check_time()
+        if time.monotonic() > budget.ends_at:
+            raise TimeoutError
         if num_chars > budget.most_chars:
             kept.clear()
         elif piece:
-            kept.append(piece)
+            kept += (piece,)
     budget.check(num_chars)
     return "".join(kept)
 
@@ -370,8 +380,6 @@ def _to_json(
 
 def _size(operator: str, left: object, right: object) -> int:
     """Return the size of an operation's result in characters, entries, or bits of a number."""
-    if type(left) is str and type(right) is str and operator == "+":
-        return len(left) + len(right)
     if operator == "+" and isinstance(left, Sized) and isinstance(right, Sized):
         return len(left) + len(right)
     if isinstance(left, int) and isinstance(right, int):
@@ -415,14 +423,16 @@ def check_messages(messages: object) -> None:
 def count_chars(messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> int:
     """Return the approximate length of a conversation; counting stops beyond `INLINE_CHARS`."""
     total = MESSAGE_CHARS * len(messages)
-    left: list[object] = [*messages, options]
-    while left and total <= INLINE_CHARS:
-        value = left.pop()
-        total += len(value) if isinstance(value, str) else 1
-        if type(value) in _SCALARS:  # `isinstance` with an abstract class is slow
+    left: list[Any] = [*messages, options]
+    for value in left:  # it grows meanwhile
+        kind = type(value)  # `isinstance` with an abstract class is slow
+        total += len(value) if kind is str else 1
+        if total > INLINE_CHARS:
+            break
+        if kind in _SCALARS:
             continue
-        if isinstance(value, (dict, Mapping)):
-            left += [*value.keys(), *value.values()]
+        if kind is dict or isinstance(value, Mapping):
+            left += [*value, *value.values()]
         elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
             left += value
     return total

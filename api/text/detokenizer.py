@@ -11,6 +11,7 @@ from typing import Any, Protocol
 REPLACEMENT = "\ufffd"
 MAX_CHAR_TOKENS = 4  # a UTF-8 character has at most 4 bytes, so it needs at most 4 tokens
 CODE_BITS = 21  # number of bits of a Unicode code point
+UTF8 = codecs.getincrementaldecoder("utf-8")
 NUM_TABLES = 16  # number of cached tables: clients send the same stop strings with every request
 
 
@@ -111,7 +112,7 @@ class ByteDetokenizer:
 
     def __init__(self, piece: Callable[[int], bytes]) -> None:
         self._piece = piece
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._utf8 = UTF8("replace")
 
     def decode(self, token_id: int) -> str:
         """Return the characters that this token completes."""
@@ -148,7 +149,7 @@ class WindowDetokenizer:
         self._skipped = skipped
         self._byte_values = byte_values
         self._pending: list[int] = []
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._utf8 = UTF8("replace")
 
     def decode(self, token_id: int) -> str:
         """Return the characters that this token completes."""

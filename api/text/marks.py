@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
+from itertools import count
 
 MIN_CHARS = 2  # minimum length of a mark: a shorter one cannot be broken up
 MIN_EDGE = 2  # minimum length of a part of a mark at the start or end of a text
@@ -39,6 +40,16 @@ class Marks:
             return True
         if text[-MIN_EDGE:] in self._tail_ends or text[:MIN_EDGE] in self._head_starts:
             return any(self._edges(text))
+        return False
+
+    def is_in_any(self, texts: Sequence[str]) -> bool:
+        """Whether a text contains a mark, or a part of a mark at its start or end. O(texts)."""
+        if self._pattern.search(self._separator.join(texts)) is not None:
+            return True
+        tails, heads = self._tail_ends, self._head_starts
+        for text in texts:
+            if (text[-MIN_EDGE:] in tails or text[:MIN_EDGE] in heads) and self.is_in(text):
+                return True
         return False
 
     def found(self, text: str) -> list[str]:
@@ -75,6 +86,12 @@ class Marks:
             for end in range(MIN_EDGE, min(len(text), self._most_chars - 1) + 1):
                 if text[:end] in self._endings:
                     yield end - 1
+
+    @cached_property
+    def _separator(self) -> str:
+        """A character that no mark contains, so that none is found across two joined texts."""
+        used = {char for name in self.names for char in name}
+        return next(char for char in map(chr, count()) if char not in used)
 
     @cached_property
     def _most_chars(self) -> int:

@@ -50,6 +50,7 @@ NUM_WORD_LISTS = 4  # number of cached lists of bad words, which the prompts of 
 SECONDS = 30.0  # time limit for one text in a thread
 TRIED_CHARS = 2**20  # length limit of conversations that probe a template
 NUM_CONTEXT_IDS = 4  # number of prompt tokens after which the first output token is decoded
+JOB_CHARS = 64  # a short job takes at least as long as reading this many characters
 LOSSY = 4  # maximum number of characters that a normaliser may merge into one
 SPACE_MARK = "\u2581"  # SentencePiece's character for a space
 
@@ -61,6 +62,26 @@ def log_refusal(error: TemplateRefusal) -> None:
     """
     logger.warning("the chat template failed: %s", type(error.__cause__).__name__)
     logger.debug("the chat template failed", exc_info=error.__cause__)
+
+
+def _bytes_of(backend: Any, token_id: int) -> bytes:  # noqa: ANN401 - tokenizers is untyped
+    token = backend.id_to_token(token_id) or ""
+    if all(char in BYTE_OF_CHAR for char in token):
+        return bytes(BYTE_OF_CHAR[char] for char in token)
+    return token.encode("utf-8", "replace")
+
+
+class _Pieces(dict[int, bytes]):
+    """The bytes of the text of each token by id, none for special tokens. Filled as it is read."""
+
+    def __init__(self, backend: Any, special_ids: frozenset[int]) -> None:  # noqa: ANN401 - tokenizers is untyped
+        super().__init__()
+        self._backend, self._special_ids = backend, special_ids
+
+    def __missing__(self, token_id: int) -> bytes:
+        is_special = token_id in self._special_ids
+        piece = self[token_id] = b"" if is_special else _bytes_of(self._backend, token_id)
+        return piece
 
 
 class Tokenizer:
@@ -85,8 +106,9 @@ class Tokenizer:
         # Two workers, so that short conversations do not wait for long texts.
         self._short, self._long = Worker("foretoken-template"), Worker("foretoken-tokenizer")
         self._closed = False
-        self._pieces: dict[int, bytes] = {}
         self._word_ids: dict[tuple[str, ...], list[tuple[int, ...]]] = {}
+        # characters of short jobs since `work` last let other tasks run
+        self._num_inline = 0
 
     @classmethod
     @timed("tokenizer")
@@ -250,7 +272,8 @@ class Tokenizer:
 
         ``generates``: False for a prompt that may fill the whole context.
         """
-        if isinstance(token_ids, bytes) or not isinstance(token_ids, (list, Sequence)):
+        is_list = type(token_ids) is list or isinstance(token_ids, Sequence)
+        if not is_list or isinstance(token_ids, bytes):
             raise InvalidRequest(f"{param} must be a text or a list of token ids", param=param)
         most = self.max_model_len - generates
         if len(token_ids) > most:
@@ -258,7 +281,7 @@ class Tokenizer:
         # Compare types and extremes only: a Python loop would block the event loop for tens of
         # milliseconds.
         kinds = {*map(type, token_ids)} - {int}
-        if any(not issubclass(kind, int) or kind is bool for kind in kinds):
+        if kinds and any(not issubclass(kind, int) or kind is bool for kind in kinds):
             raise InvalidRequest(f"{param} must be a text or a list of token ids", param=param)
         if message := beyond_vocabulary(param, token_ids, vocab_size):
             raise InvalidRequest(message, param=param)
@@ -273,7 +296,10 @@ class Tokenizer:
             if num_chars > INLINE_CHARS:
                 return await self._run(self._long, job, SECONDS)
             done = job()
-            await asyncio.sleep(0)  # lets other tasks run between many short jobs
+            self._num_inline += num_chars + JOB_CHARS
+            if self._num_inline > INLINE_CHARS:
+                self._num_inline = 0
+                await asyncio.sleep(0)  # lets other tasks run between many short jobs
         except TimeoutError:
             raise InvalidRequest(f"the {param} took too long to tokenise", param=param) from None
         except ForetokenError:
@@ -465,7 +491,10 @@ class Tokenizer:
         ``shown``: special tokens that are converted to text.
         """
         if self.is_byte_level:
-            return ByteDetokenizer(partial(self._shown_piece, shown) if shown else self._piece)
+            pieces = self._pieces
+            return ByteDetokenizer(
+                partial(self._shown_piece, shown) if shown else pieces.__getitem__
+            )
         return WindowDetokenizer(
             partial(self.decode, skip_special_tokens=not shown),
             context_ids=context_ids[-NUM_CONTEXT_IDS:],
@@ -486,21 +515,15 @@ class Tokenizer:
         token = self._backend.id_to_token(token_id) or ""
         return token.replace(SPACE_MARK, " ").encode("utf-8", "replace")
 
-    def _piece(self, token_id: int) -> bytes:
-        piece = self._pieces.get(token_id)
-        if piece is None:
-            piece = b"" if token_id in self.special_ids else self._bytes_of(token_id)
-            self._pieces[token_id] = piece
-        return piece
+    @cached_property
+    def _pieces(self) -> _Pieces:
+        return _Pieces(self._backend, self.special_ids)
 
     def _shown_piece(self, shown: frozenset[int], token_id: int) -> bytes:
-        return self._bytes_of(token_id) if token_id in shown else self._piece(token_id)
+        return self._bytes_of(token_id) if token_id in shown else self._pieces[token_id]
 
     def _bytes_of(self, token_id: int) -> bytes:
-        token = self._backend.id_to_token(token_id) or ""
-        if all(char in BYTE_OF_CHAR for char in token):
-            return bytes(BYTE_OF_CHAR[char] for char in token)
-        return token.encode("utf-8", "replace")
+        return _bytes_of(self._backend, token_id)
 
     def has_silent(self, token_ids: Sequence[int], shown: frozenset[int]) -> bool:
         """Whether any of the ids has no text: unknown ids, and special tokens not in ``shown``."""

@@ -129,6 +129,8 @@ def settle(body: Struct, path: str = "") -> None:
         _settle(body, path, marks)
     for name, written in marks.inner:
         inner = getattr(body, name)
+        if inner is None:
+            continue
         if isinstance(inner, Struct):
             settle(inner, f"{path}{written}.")
         elif isinstance(inner, list):

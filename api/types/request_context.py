@@ -180,8 +180,10 @@ def session_id() -> str | None:
     if context is None:
         return None
     given = header(context.scope, SESSION_ID)
+    if not given:
+        return None
     try:
-        return given.encode("latin-1").decode() or None
+        return given.encode("latin-1").decode()
     except UnicodeDecodeError:  # the client sent Latin-1
         return given
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any, Literal
 
 from msgspec import Struct
@@ -17,12 +18,13 @@ from ...core.errors import InvalidRequest, shown
 from ...core.interface.sampling import RECOMMENDED, TokenSamplingParams
 from ...core.options.checks import (
     MAX_INT,
+    Bound,
+    Bounds,
     as_tuple,
-    check_bounds,
+    check_bool,
     check_integer,
     check_number,
     require,
-    with_defaults,
 )
 from ...core.options.settings import setting
 
@@ -38,6 +40,10 @@ MAX_GRAMMAR_CHARS = 2**18
 MAX_CHOICES = 4096
 NO_TEXTS: tuple[str, ...] = ()
 STRUCTURED_FIELDS = ("json_schema", "regex", "grammar", "choice")  # at most one is set
+NO_STRUCTURE = (None,) * len(STRUCTURED_FIELDS)
+_read_structured = attrgetter(*STRUCTURED_FIELDS)
+_read_recommended = attrgetter(*RECOMMENDED)
+NO_RECOMMENDATIONS = (None,) * len(RECOMMENDED)
 
 
 class LeftOut:
@@ -153,7 +159,9 @@ class SamplingParams(TokenSamplingParams):
     @property
     def structured_field(self) -> str | None:
         """The structured-output field that is set, if any."""
-        return next((name for name in STRUCTURED_FIELDS if getattr(self, name) is not None), None)
+        if _read_structured(self) == NO_STRUCTURE:
+            return None
+        return next(name for name in STRUCTURED_FIELDS if getattr(self, name) is not None)
 
     def _normalise(self) -> None:
         if self.stop is not NO_TEXTS:
@@ -167,9 +175,9 @@ class SamplingParams(TokenSamplingParams):
             object.__setattr__(self, "prediction", as_tuple("prediction", self.prediction))
 
     def _check_numbers_of_request(self) -> None:
-        check_bounds(self, BOUNDS)
-        require(isinstance(self.ignore_eos, bool), "ignore_eos", "must be true or false")
-        require(isinstance(self.close_early, bool), "close_early", "must be true or false")
+        BOUNDS.check(self)
+        check_bool("ignore_eos", self.ignore_eos)
+        check_bool("close_early", self.close_early)
 
     def _check_strings(self) -> None:
         if self.stop:
@@ -190,7 +198,8 @@ class SamplingParams(TokenSamplingParams):
             require(_is_unicode(salt), "cache_salt", "must be valid Unicode")
             # Namespaces of adapters begin with NUL.
             require(not salt.startswith("\0"), "cache_salt", "must not begin with a NUL")
-        require(self.lora is None or isinstance(self.lora, str), "lora", "must be a string")
+        if self.lora is not None:
+            require(isinstance(self.lora, str), "lora", "must be a string")
 
     def _check_prediction(self) -> None:
         prediction = self.prediction
@@ -208,9 +217,9 @@ class SamplingParams(TokenSamplingParams):
 
     def _check_structured_output(self) -> None:
         """Check types and sizes. The content is checked when the grammar is compiled."""
-        given = [name for name in STRUCTURED_FIELDS if getattr(self, name) is not None]
-        if not given:
+        if _read_structured(self) == NO_STRUCTURE:
             return
+        given = [name for name in STRUCTURED_FIELDS if getattr(self, name) is not None]
         if len(given) > 1:
             raise InvalidRequest(f"{given[1]} cannot be combined with {given[0]}", param=given[1])
         schema = self.json_schema
@@ -264,6 +273,8 @@ class SamplingDefaults(
 
     def fill(self, params: SamplingParams) -> SamplingParams:
         """Return the parameters with these values for the fields that were left out."""
+        if _read_recommended(self) == NO_RECOMMENDATIONS:
+            return params
         found = {
             name: value
             for name in RECOMMENDED
@@ -274,14 +285,11 @@ class SamplingDefaults(
 
 
 NO_DEFAULTS = SamplingDefaults()
-BOUNDS = with_defaults(
-    SamplingParams,
-    (
-        ("n", check_integer, 1, MAX_N),
-        ("priority", check_integer, -(2**31), 2**31 - 1),
-        ("seed", check_integer, -(2**63), 2**64 - 1),
-        ("deadline", check_number, 0.0, 1e9),
-    ),
+BOUNDS = Bounds(
+    Bound("n", check_integer, 1, MAX_N),
+    Bound("priority", check_integer, -(2**31), 2**31 - 1),
+    Bound("seed", check_integer, -(2**63), 2**64 - 1),
+    Bound("deadline", check_number, 0.0, 1e9),
 )
 
 

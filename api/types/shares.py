@@ -32,7 +32,9 @@ class Shares(Generic[K]):
     def add(self, owner: Owner, key: K, num_bytes: int) -> None:
         """Add an entry as the youngest."""
         self._entries[key] = (owner, num_bytes)
-        self._by_owner.setdefault(owner, OrderedDict())[key] = None
+        if owner not in self._by_owner:
+            self._by_owner[owner], self._bytes[owner] = OrderedDict(), 0
+        self._by_owner[owner][key] = None
         self._count(owner, num_bytes)
 
     def remove(self, key: K) -> None:
@@ -65,13 +67,16 @@ class Shares(Generic[K]):
 
     def _count(self, owner: Owner, num_bytes: int) -> None:
         self.num_bytes += num_bytes
-        self._bytes[owner] = self._bytes.get(owner, 0) + num_bytes
-        mark = self._large.add if self._part(owner) > FAIR_SHARE else self._large.discard
-        mark(owner)
+        self._bytes[owner] += num_bytes
+        if self._part(owner) > FAIR_SHARE:
+            self._large.add(owner)
+        elif self._large:
+            self._large.discard(owner)
 
     def _part(self, owner: Owner) -> float:
         """Return an owner's share of the memory: the larger of its shares of bytes and of
         entries.
         """
+        in_bytes = self._bytes[owner] / self._max_bytes
         in_entries = len(self._by_owner[owner]) / self._max_entries
-        return max(self._bytes[owner] / self._max_bytes, in_entries)
+        return in_bytes if in_bytes > in_entries else in_entries

@@ -17,14 +17,15 @@ import msgspec
 from ..errors import InvalidRequest, shown
 from ..options.checks import (
     MAX_INT,
+    Bound,
+    Bounds,
     Count,
     TokenId,
     as_tuple,
-    check_bounds,
+    check_bool,
     check_integer,
     check_number,
     require,
-    with_defaults,
 )
 from ..options.settings import setting
 from .extras.branches import Branches
@@ -92,46 +93,47 @@ class TokenSamplingParams:
         self._check_token_ids()
 
     def _check_numbers(self) -> None:
-        require(isinstance(self.prompt_only, bool), "prompt_only", "must be true or false")
-        check_bounds(self, BOUNDS)
+        check_bool("prompt_only", self.prompt_only)
+        BOUNDS.check(self)
         if self.prompt_only:
             object.__setattr__(self, "max_tokens", 0)
-        is_none = self.max_tokens == 0 and not self.prompt_only
-        require(not is_none, "max_tokens", "must be at least 1, not 0")
-        require(self.top_p > 0, "top_p", "must be above 0, not 0")
-        if self.max_tokens is not None and not self.prompt_only:
-            fits = self.min_tokens <= self.max_tokens
-            require(fits, "min_tokens", f"must be at most max_tokens ({self.max_tokens})")
+        elif self.max_tokens == 0:
+            raise InvalidRequest("max_tokens must be at least 1, not 0", param="max_tokens")
+        if self.top_p <= 0:
+            raise InvalidRequest("top_p must be above 0, not 0", param="top_p")
+        most = None if self.prompt_only else self.max_tokens
+        if most is not None and self.min_tokens > most:
+            message = f"min_tokens must be at most max_tokens ({most})"
+            raise InvalidRequest(message, param="min_tokens")
 
     def _check_token_ids(self) -> None:
-        for name, most in (("stop_token_ids", MAX_LISTED), ("allowed_token_ids", MAX_ALLOWED)):
-            ids = getattr(self, name)
-            if not ids:
-                continue
-            require(len(ids) <= most, name, f"must have at most {most} token ids")
-            for token_id in ids:
-                check_integer(name, token_id, 0, MAX_INT)
+        if self.stop_token_ids:
+            _check_ids("stop_token_ids", self.stop_token_ids, MAX_LISTED)
         if self.allowed_token_ids is not None:
+            _check_ids("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED)
             require(len(self.allowed_token_ids) > 0, "allowed_token_ids", "must not be empty")
 
 
-BOUNDS = with_defaults(
-    TokenSamplingParams,
-    (
-        ("temperature", check_number, 0.0, 100.0),
-        ("top_p", check_number, 0.0, 1.0),
-        ("top_k", check_integer, -1, MAX_INT),
-        ("min_p", check_number, 0.0, 1.0),
-        ("max_tokens", check_integer, 0, MAX_INT),
-        ("min_tokens", check_integer, 0, MAX_INT),
-        ("presence_penalty", check_number, -2.0, 2.0),
-        ("frequency_penalty", check_number, -2.0, 2.0),
-        ("repetition_penalty", check_number, 0.01, 100.0),
-        ("logprobs", check_integer, 0, MAX_LOGPROBS),
-        ("prompt_logprobs", check_integer, 0, MAX_LOGPROBS),
-        ("kv_budget", check_integer, LEAST_BUDGET, MAX_INT),
-    ),
+BOUNDS = Bounds(
+    Bound("temperature", check_number, 0.0, 100.0),
+    Bound("top_p", check_number, 0.0, 1.0),
+    Bound("top_k", check_integer, -1, MAX_INT),
+    Bound("min_p", check_number, 0.0, 1.0),
+    Bound("max_tokens", check_integer, 0, MAX_INT),
+    Bound("min_tokens", check_integer, 0, MAX_INT),
+    Bound("presence_penalty", check_number, -2.0, 2.0),
+    Bound("frequency_penalty", check_number, -2.0, 2.0),
+    Bound("repetition_penalty", check_number, 0.01, 100.0),
+    Bound("logprobs", check_integer, 0, MAX_LOGPROBS),
+    Bound("prompt_logprobs", check_integer, 0, MAX_LOGPROBS),
+    Bound("kv_budget", check_integer, LEAST_BUDGET, MAX_INT),
 )
+
+
+def _check_ids(name: str, ids: Sequence[int], most: int) -> None:
+    require(len(ids) <= most, name, f"must have at most {most} token ids")
+    for token_id in ids:
+        check_integer(name, token_id, 0, MAX_INT)
 
 
 def _bias(bias: Mapping[int, float]) -> dict[int, float]:

@@ -5,9 +5,10 @@ Each check raises `InvalidRequest`, which names the field.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import fields
+from operator import attrgetter
 from typing import Annotated, NamedTuple
 from urllib.parse import urlsplit
 
@@ -35,29 +36,39 @@ class Bound(NamedTuple):
     check: CheckNumber
     low: float
     high: float
-    default: object
 
 
-def with_defaults(
-    owner: type, bounds: Iterable[tuple[str, CheckNumber, float, float]]
-) -> tuple[Bound, ...]:
-    """Return a `Bound` for each of ``bounds``, with the default of the dataclass's field."""
-    defaults = {each.name: each.default for each in fields(owner)}
-    return tuple(Bound(*bound, defaults[bound[0]]) for bound in bounds)
+class Bounds:
+    """The allowed ranges of several numeric fields of a dataclass and of its subclasses."""
 
+    def __init__(self, *bounds: Bound) -> None:
+        names = [bound.name for bound in bounds]
+        self._bounds = bounds
+        self._read = attrgetter(*names)
+        self._defaults: dict[type, tuple[object, ...]] = {}  # of the fields, by class
 
-def check_bounds(params: object, bounds: Iterable[Bound]) -> None:
-    """Raise `InvalidRequest` for a field outside its bounds; default values are not checked."""
-    for name, check, low, high, default in bounds:
-        value = getattr(params, name)
-        if value is not default:
-            check(name, value, low, high)
+    def check(self, params: object) -> None:
+        """Raise `InvalidRequest` for a field outside its range; defaults are not checked."""
+        kind = type(params)
+        if kind not in self._defaults:
+            known = {each.name: each.default for each in fields(kind)}  # type: ignore[arg-type]
+            self._defaults[kind] = tuple(known[bound.name] for bound in self._bounds)
+        given = zip(self._bounds, self._read(params), self._defaults[kind], strict=True)
+        for (name, check, low, high), value, default in given:
+            if value is not default:
+                check(name, value, low, high)
 
 
 def require(holds: bool, param: str, message: str) -> None:
     """Raise `InvalidRequest`, which names ``param``, unless the condition holds."""
     if not holds:
         raise InvalidRequest(f"{param} {message}", param=param)
+
+
+def check_bool(param: str, value: object) -> None:
+    """Raise `InvalidRequest` unless ``value`` is a bool."""
+    if value is not True and value is not False:
+        raise InvalidRequest(f"{param} must be true or false", param=param)
 
 
 def as_tuple(param: str, values: Sequence[object]) -> tuple[object, ...]:

@@ -98,9 +98,9 @@ def test_a_plain_chat_over_http_makes_few_calls() -> None:
     modules, functions, num_calls = printed(HTTP_CODE)
     calls = Calls(set(modules), {(module, name) for module, name in functions}, num_calls)
     assert {"foretoken.api.serving.serve", "foretoken.api.runtime.chat"} <= calls.modules
-    assert len(calls.modules) <= 58
-    assert len(calls.classes) <= 62
-    assert calls.num_calls <= 615
+    assert len(calls.modules) <= 57
+    assert len(calls.classes) <= 59
+    assert calls.num_calls <= 470
 
 
 @pytest.mark.parametrize(

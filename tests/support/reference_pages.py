@@ -7,6 +7,7 @@ the classes of the package. A test compares the pages with the code.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import inspect
 import re
@@ -305,8 +306,9 @@ def _class_section(kind: Any) -> str:
         lines.append(_code(_signature(kind.__name__, kind)))
     for name, member in _members(kind):
         heading = f"### {kind.__name__}.{name}"
-        if isinstance(member, property):
-            lines.append(f"{heading}\n\n{_words(member.fget) or 'Property.'}")
+        if isinstance(member, property | functools.cached_property):
+            function = member.fget if isinstance(member, property) else member.func
+            lines.append(f"{heading}\n\n{_words(function) or 'Property.'}")
         else:
             function = getattr(member, "__func__", member)
             lines.append(
@@ -351,7 +353,8 @@ def _members(kind: Any) -> Iterator[tuple[str, Any]]:
         if not base.__module__.startswith("foretoken"):
             continue
         for name, member in vars(base).items():
-            is_shown = isinstance(member, property | classmethod) or inspect.isfunction(member)
+            kinds = property | functools.cached_property | classmethod
+            is_shown = isinstance(member, kinds) or inspect.isfunction(member)
             if is_shown and not name.startswith("_") and name not in seen and _words(member):
                 seen.add(name)
                 yield name, member

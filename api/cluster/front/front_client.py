@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -117,7 +118,7 @@ class FrontClient(EngineClient):
             dump_dir=None if dumps is None else Path(dumps),
         )
 
-    @property
+    @cached_property
     def engine(self) -> ServingEngine:
         """All present and future replicas; available after `prepare`."""
         if self._replicas is None:

@@ -48,7 +48,8 @@ async def with_breakpoints(
     chat: ChatInput,
 ) -> Pinned:
     """Return the chat request ``chat`` with the breakpoints of ``messages`` as pins."""
-    marks = read_marks(messages, options, chat)
+    has_parts = list in {type(message.content) for message in messages}
+    marks = read_marks(messages, options, chat) if has_parts else []
     if not marks and options is None:
         return Pinned(chat)
     prompt, page_size = None, service.llm.page_size

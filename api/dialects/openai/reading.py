@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from typing import Any, cast
 
 from ....core.errors import InvalidRequest
@@ -214,6 +215,8 @@ def tokenized_chat(body: TokenizeRequest, messages: list[Message]) -> ChatInput:
 
 def _shift(messages: list[Message]) -> int:
     """Return how many messages fewer `plain_messages` returns: it merges leading system ones."""
+    if len(messages) < 2 or messages[1].role not in ("system", "developer"):
+        return 0
     return max(0, num_system(message.role for message in messages) - 1)
 
 
@@ -223,8 +226,10 @@ def read_handles(messages: list[Message]) -> list[Handle]:
     Raises `InvalidRequest` for token ids of a message whose role is not assistant.
     """
     shift = _shift(messages)
-    handles = []
+    handles: list[Handle] = []
     for index, message in enumerate(messages):
+        if type(message) is Message and message.token_ids is None:
+            continue
         if isinstance(message, KeptMessage) and message.kept_ids is not None:
             handles.append(Handle(index - shift, message.kept_ids))
         if message.token_ids is None:
@@ -245,7 +250,7 @@ def read_paths(messages: list[Message]) -> list[str]:
     Return [] if the paths are the indices.
     """
     shift = _shift(messages)
-    if not shift and not any(isinstance(message, NamedMessage) for message in messages):
+    if not shift and {*map(type, messages)} <= {Message}:
         return []
     paths = [_path(message, index) for index, message in enumerate(messages)]
     return [*paths[:1], *paths[shift + 1 :]]
@@ -257,7 +262,11 @@ def _path(message: Message, index: int) -> str:
 
 def _plain(message: Message, path: str) -> dict[str, Any]:
     role = ROLES.get(message.role, message.role)
-    plain: dict[str, Any] = {"role": role, "content": _content(message, path).text}
+    content = message.content
+    text = content if type(content) is str else _content(message, path).text
+    plain: dict[str, Any] = {"role": role, "content": text}
+    if _read_rest(message) == NO_REST:
+        return plain
     for name in ("name", "tool_call_id", "reasoning_content"):
         if getattr(message, name) is not None:
             plain[name] = getattr(message, name)
@@ -269,6 +278,11 @@ def _plain(message: Message, path: str) -> dict[str, Any]:
     return plain
 
 
+_REST = ("name", "tool_call_id", "reasoning_content", "tool_calls", "function_call")
+NO_REST = (None,) * len(_REST)
+_read_rest = attrgetter(*_REST)
+
+
 def read_images(messages: list[Message]) -> list[ImageSource]:
     """Return the images of a conversation, in the order of their placeholders.
 
@@ -277,7 +291,7 @@ def read_images(messages: list[Message]) -> list[ImageSource]:
     return [
         image
         for index, message in enumerate(messages)
-        if isinstance(message.content, list)
+        if type(message.content) is list
         for image in _content(message, f"messages[{index}]").images
     ]
 

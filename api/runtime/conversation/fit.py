@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import chain, takewhile
 from typing import Any
 
 from ...parsing.formats.generic import RESULT_BEGIN, RESULT_END, as_text, needs_text
@@ -26,6 +26,7 @@ Message = Mapping[str, Any]
 LATER_SYSTEM = "<system_message>\n{}\n</system_message>"
 NO_RESULT = "This call has no result."
 NO_USER = "..."  # stands for the missing user message before a first answer
+_CALLS = frozenset({"tool_calls"})
 _INDEX = "foretoken_index"  # index of a message while the conversation is converted to text
 
 
@@ -71,10 +72,22 @@ def fit(messages: Sequence[Message], facts: TemplateFacts, family: str) -> list[
     O(messages).
     """
     turns = [Turn(message, index) for index, message in enumerate(messages)]
+    if _is_common(messages):
+        return turns
     if any(turn.calls or turn.is_result for turn in turns):
         turns = _with_calls(turns, facts, family)
         turns = _with_results(turns, facts)
     return _alternating(_with_systems(turns, facts), facts)
+
+
+def _is_common(messages: Sequence[Message]) -> bool:
+    """Whether user and assistant take turns, without calls, which every template renders."""
+    roles = [message.get("role") for message in messages]
+    return (
+        {*roles[::2]} == {"user"}
+        and {*roles[1::2]} <= {"assistant"}
+        and not ({*chain.from_iterable(messages)} & _CALLS)
+    )
 
 
 def fit_as_text(

@@ -28,6 +28,8 @@ def one_system(plain: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
     Many templates accept only one system message.
     """
+    if len(plain) < 2 or plain[1]["role"] != "system":
+        return plain
     count = num_system(message["role"] for message in plain)
     if count < 2:
         return plain

@@ -56,14 +56,11 @@ class PromptNote:
 
     def __post_init__(self) -> None:
         """Compute the size now, since notes of long conversations are made in a worker thread."""
-        texts = sum(_num_bytes(part) for part in self.parts)
-        names = sys.getsizeof(self.model) + sys.getsizeof(self.cache_key)
-        names += sum(map(sys.getsizeof, chain.from_iterable(self.options.items())))
-        object.__setattr__(self, "num_bytes", texts + names)
-
-
-def _num_bytes(part: Part) -> int:
-    return sys.getsizeof(part) + sys.getsizeof(part.path) + sys.getsizeof(part.text)
+        texts = chain(self.parts, chain.from_iterable(self.parts), (self.model, self.cache_key))
+        num_bytes = sum(map(sys.getsizeof, texts))
+        if self.options:
+            num_bytes += sum(map(sys.getsizeof, chain(self.options, self.options.values())))
+        object.__setattr__(self, "num_bytes", num_bytes)
 
 
 NO_NOTE = PromptNote()
@@ -88,14 +85,18 @@ def conversation_parts(
     for index, message in enumerate(messages):
         path = "system" if index < num_system else f"messages[{index - num_system}]"
         kind: Kind = "system" if message.get("role") in ("system", "developer") else "messages"
-        for name, value in message.items():
-            if value not in (None, "", []):
-                parts.append(Part(f"{path}.{name}", _text(value), kind))
+        parts += [
+            Part(f"{path}.{name}", value if type(value) is str else _text(value), kind)
+            for name, value in message.items()
+            if value not in (None, "", [])
+        ]
     return parts
 
 
 def option_texts(options: Mapping[str, object]) -> dict[str, str]:
     """Return options of a chat template as JSON, by name; options in `OPENING` are left out."""
+    if not options:
+        return {}
     return {name: _text(value) for name, value in options.items() if name not in OPENING}
 
 

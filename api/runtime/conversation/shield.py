@@ -20,7 +20,7 @@ Answer marks are the marks of reasoning and tool calls.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -71,33 +71,24 @@ class ContentMarks:
         """Return the shield of a conversation; `NO_SHIELD` if it needs none. O(text)."""
         if not self._is_spelled(messages, tools):
             return NO_SHIELD
-        contents = (value for _, value in self._contents(messages, tools))
-        breaker = unused_char(text for value in contents for text in texts_of(value))
+        contents = [*messages, *(tool.body for tool in tools)]
+        breaker = unused_char(texts_of(contents))
         if breaker is None:
             message = "messages: every private-use character of Unicode is used"
             raise InvalidRequest(message, param="messages")
         return Shield(breaker, self)
 
     def _is_spelled(self, messages: Messages, tools: Sequence[Tool]) -> bool:
-        for marks, value in self._contents(messages, tools):
-            for text in texts_of(value):
-                if marks.is_in(text):
-                    return True
-        return False
+        for message in messages:
+            if self.of_role(message.get("role")).is_in_any(texts_of(message)):
+                return True
+        return bool(tools) and any(self.system.is_in_any(texts_of(tool.body)) for tool in tools)
 
     def of_role(self, role: object) -> Marks:
         """Return the special tokens and delimiters to treat as text in messages of a role."""
         if role in ("system", "developer"):
             return self.system
         return self.assistant if role == "assistant" else self.user
-
-    def _contents(
-        self, messages: Messages, tools: Sequence[Tool]
-    ) -> Iterator[tuple[Marks, object]]:
-        for message in messages:
-            yield self.of_role(message.get("role")), message
-        for tool in tools:
-            yield self.system, tool.body
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,17 +177,21 @@ class Shield:
 NO_SHIELD = Shield()
 
 
-def texts_of(value: object) -> Iterator[str]:
-    """Yield all strings in a JSON value, including keys of objects."""
-    left = [value]
-    while left:
-        each = left.pop()
-        if isinstance(each, str):
-            yield each
-        elif isinstance(each, (dict, Mapping)):  # `isinstance` with an abstract class is slow
-            left += [*each.keys(), *each.values()]
-        elif isinstance(each, (list, Sequence)) and not isinstance(each, bytes):
+def texts_of(value: object) -> list[str]:
+    """Return all strings in a JSON value, including keys of objects."""
+    texts: list[str] = []
+    left: list[Any] = [value]
+    for each in left:  # it grows meanwhile
+        kind = type(each)  # `isinstance` with an abstract class is slow
+        if kind is str:
+            texts += (each,)
+        elif kind is dict or isinstance(each, Mapping):
+            left += [*each, *each.values()]
+        elif isinstance(each, str):
+            texts.append(str(each))
+        elif kind is list or (isinstance(each, Sequence) and not isinstance(each, bytes)):
             left += each
+    return texts
 
 
 def changed(value: Any, change: Callable[[str], str]) -> Any:  # noqa: ANN401 - values of JSON

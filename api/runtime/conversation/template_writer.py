@@ -131,7 +131,6 @@ def _size(chat: ChatInput) -> int:
     """Return the approximate amount of work for a conversation, as a number of characters."""
     size = MESSAGE_CHARS * len(chat.messages) + TOOL_CHARS * len(chat.tools)
     for message in chat.messages:
-        content = message.get("content")
-        if isinstance(content, str):
+        if "content" in message and type(content := message["content"]) is str:
             size += len(content)
     return size

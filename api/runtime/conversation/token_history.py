@@ -25,17 +25,16 @@ class PrefixDigest:
     """A digest of the token ids before a message, which is updated when ids are appended."""
 
     def __init__(self, token_ids: Sequence[int] = ()) -> None:
-        self._hash = hashlib.blake2b(digest_size=DIGEST_BYTES)
-        self.add(token_ids)
+        self._hash = hashlib.blake2b(array("i", token_ids), digest_size=DIGEST_BYTES)
 
     def add(self, token_ids: Sequence[int]) -> None:
         """Append token ids. O(token ids)."""
-        self._hash.update(array("i", token_ids).tobytes())
+        self._hash.update(array("i", token_ids))
 
     def after(self, token_ids: Sequence[int]) -> Digest:
         """Return the digest after appending these ids, without changing the object."""
         copied = self._hash.copy()
-        copied.update(array("i", token_ids).tobytes())
+        copied.update(array("i", token_ids))
         return copied.digest()
 
 
@@ -48,10 +47,14 @@ def message_digest(message: Mapping[str, Any]) -> Digest | None:
     content = message.get("content") or ""
     if not isinstance(content, str):
         return None
-    reasoning = next((message[name] for name in REASONING if message.get(name)), "")
-    calls = [_call(call) for call in message.get("tool_calls") or ()]
-    if calls:
-        content = content.strip()
+    reasoning: object = ""
+    for name in REASONING:
+        if message.get(name):
+            reasoning = message[name]
+            break
+    calls: list[tuple[object, object]] = []
+    if message.get("tool_calls"):
+        calls, content = [_call(call) for call in message["tool_calls"]], content.strip()
     try:
         written = _json.encode((content, reasoning, calls))
     except (TypeError, ValueError, RecursionError):

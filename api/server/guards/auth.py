@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 from collections.abc import Collection, Sequence
+from itertools import chain
 from urllib.parse import parse_qs
 
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -60,7 +61,7 @@ class AuthMiddleware:
         answer = self.app if refusal is None else error_response(scope, refusal)
         context = CONTEXT.get()
         if context is not None:
-            context.caller = known or next(iter(offered), NOBODY)
+            context.caller = known or (offered[0] if offered else NOBODY)
         await answer(scope, receive, send)
 
     def refusal(self, scope: Scope, known: bytes | None) -> ApiError | None:
@@ -84,7 +85,7 @@ class AuthMiddleware:
         if _num_bytes(scope) > self._limits.max_header_bytes:
             size = self._limits.named("max_header_bytes")
             return ApiError(431, f"the request headers are longer than {size} bytes")
-        names = {name for name, _ in scope["headers"]}
+        names = dict(scope["headers"])
         if b"transfer-encoding" in names and (
             b"content-length" in names or scope["http_version"] == "1.0"
         ):
@@ -144,7 +145,8 @@ def needs_admin_key(what: str) -> ApiError:
 
 
 def _num_bytes(scope: Scope) -> int:
-    fields = sum(len(name) + len(value) + FIELD_BYTES for name, value in scope["headers"])
+    headers = scope["headers"]
+    fields = len(headers) * FIELD_BYTES + sum(map(len, chain.from_iterable(headers)))
     return fields + len(scope.get("raw_path") or b"") + len(scope["query_string"])
 
 
@@ -157,15 +159,18 @@ def _key_digests(scope: Scope) -> list[bytes]:
     """Return the digest of each key in a request. All digests have the same length."""
     scheme, _, token = header(scope, b"authorization").partition(" ")
     api = api_of(scope)
-    shown = [token.strip() if scheme.lower() == "bearer" else ""]
-    shown += [header(scope, name) for name in api.key_headers]
+    shown = [token.strip()] if token and scheme.lower() == "bearer" else []
+    for name in api.key_headers:
+        shown.append(header(scope, name))
     if api.key_parameter is not None:
         query = parse_qs(scope["query_string"].decode("latin-1"))
         shown += query.get(api.key_parameter, ())
-    return [caller_of(key) for key in shown if key]
+    return [caller_of(key) for key in shown if key] if shown else []
 
 
 def _known_key(digests: Sequence[bytes], offered: Sequence[bytes]) -> bytes | None:
     """Return the first known key in a request, comparing all keys in constant time."""
+    if not offered:
+        return None
     found = [digest for digest in digests for each in offered if hmac.compare_digest(digest, each)]
     return found[0] if found else None

@@ -86,5 +86,7 @@ def _is_foreign(scope: Scope, host: str, allowed: tuple[str, ...]) -> bool:
     if origin:
         is_own = origin.lower() in (f"http://{host}".lower(), f"https://{host}".lower())
         return not is_own and origin not in allowed
+    if site not in OTHER_SITES:
+        return False
     opens_page = header(scope, b"sec-fetch-mode") == "navigate" and scope["path"] in PAGE_PATHS
-    return site in OTHER_SITES and not (opens_page and scope["method"] == "GET")
+    return not (opens_page and scope["method"] == "GET")

@@ -22,7 +22,7 @@ from ...serving.serving_context import Service
 from ...serving.settings import Listen, ObservingOptions
 from ...types.request_context import caller, caller_of
 from .logs import log_request
-from .request_log import RequestLog, no_span
+from .request_log import RequestLog
 
 if TYPE_CHECKING:
     from ....core.interface.request import Delta, Request
@@ -58,7 +58,7 @@ class Observing:
             app,
             self.metrics,
             log=log_request if self.access_log else None,
-            span=no_span if self.telemetry is None else self.telemetry.span,
+            span=None if self.telemetry is None else self.telemetry.span,
         )
 
     @asynccontextmanager

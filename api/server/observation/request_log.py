@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol
 
 from starlette.responses import Response
@@ -16,6 +14,8 @@ from ...types.request_context import CONTEXT, RequestContext, header, random_id
 from ..error_forms import error_response
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
     from ...serving.errors import ApiError
@@ -39,11 +39,6 @@ class Counts(Protocol):
         """Count a request whose answer was sent or whose client has left."""
 
 
-def no_span(_context: RequestContext) -> AbstractContextManager[None]:
-    """Return a span that records nothing, for a server without tracing."""
-    return contextlib.nullcontext()
-
-
 class RequestLog:
     """Adds ``x-request-id`` to each answer and reports requests to counters, log and traces."""
 
@@ -53,7 +48,7 @@ class RequestLog:
         counts: Counts,
         *,
         log: Callable[[RequestContext, float], None] | None = None,  # gets the duration in seconds
-        span: Callable[[RequestContext], AbstractContextManager[None]] = no_span,
+        span: Callable[[RequestContext], AbstractContextManager[None]] | None = None,  # of traces
     ) -> None:
         self.app = app
         self._counts, self._log, self._span = counts, log, span
@@ -69,8 +64,11 @@ class RequestLog:
         began = time.perf_counter()
         self._counts.began()
         try:
-            with self._span(context):
+            if self._span is None:
                 await self._pass_on(context, receive, send)
+            else:
+                with self._span(context):
+                    await self._pass_on(context, receive, send)
         finally:
             seconds = time.perf_counter() - began
             self._counts.ended(context, seconds)

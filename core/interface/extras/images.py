@@ -84,6 +84,8 @@ def with_image_rows(token_ids: Sequence[int], images: Sequence[PromptImage]) -> 
     Raises ValueError for a run outside the prompt, or one that overlaps another run.
     """
     tokens, filled = array("q", token_ids), 0
+    if not images:
+        return tokens
     runs = sorted((start, count) for image in images for start, count in image.runs)
     for start, count in runs:
         if start < filled or count < 1 or start + count > len(tokens):

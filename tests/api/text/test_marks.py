@@ -53,6 +53,21 @@ def test_no_mark_is_left_and_none_comes_of_neighbours():
         assert together.replace("#", "") == first + second
 
 
+@pytest.mark.parametrize("names", [["<s>", "</s>"], ["<\0>", "a\1b"]])
+def test_marks_of_several_texts_are_those_of_each(names):
+    rng, marks = random.Random(7), Marks(names)
+    found = [0, 0]
+    for _ in range(2000):
+        texts = [
+            "".join(rng.choice("<>/s\0\1xx") for _ in range(rng.randint(0, 5)))
+            for _ in range(rng.randint(0, 3))
+        ]
+        expected = any(marks.is_in(text) for text in texts)
+        assert marks.is_in_any(texts) == expected, texts
+        found[expected] += 1
+    assert min(found) > 50
+
+
 def test_many_names_are_found_as_quickly_as_few():
     names = [f"<unused{number}>" for number in range(3000)]
     assert len(any_of(names)) < 400, "ends that names share are written once"

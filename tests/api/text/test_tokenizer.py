@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 from foretoken import InvalidRequest, PromptTooLong
 from foretoken.api.text.chat_template import BUDGET, INLINE_CHARS, Budget, bounded_text
 from foretoken.api.text.detokenizer import BYTE_OF_CHAR, ByteDetokenizer
-from foretoken.api.text.tokenizer import Tokenizer
+from foretoken.api.text.tokenizer import JOB_CHARS, Tokenizer
 
 TALK = [{"role": "user", "content": "hi"}]
 
@@ -95,12 +95,15 @@ def test_half_a_surrogate_pair_is_named_and_no_failure_of_ours(own, caplog):
     assert not caplog.records
 
 
-def test_the_loop_turns_between_short_prompts(own):
+@pytest.mark.parametrize("text", ["", "hi", "x" * INLINE_CHARS])
+def test_the_loop_turns_between_short_prompts(own, text):
     turns = []
 
     async def body():
         asyncio.get_running_loop().call_soon(turns.append, 1)
-        await own.encode("hi")
+        most = INLINE_CHARS // (len(text) + JOB_CHARS) + 1
+        for _ in range(most):
+            await own.encode(text)
         assert turns == [1]
 
     asyncio.run(body())
