@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import random
 from collections.abc import Mapping, Sequence
@@ -71,7 +72,7 @@ def read_tasks(path: Path, seed: int) -> TaskFile:
     the line.
     """
     try:
-        data = path.read_bytes()
+        data = path.read_bytes().removeprefix(codecs.BOM_UTF8)
     except OSError as error:
         raise InvalidRequest(f"--tasks: {path}: {error.strerror}", param="tasks") from None
     tasks: dict[str | int, Task] = {}

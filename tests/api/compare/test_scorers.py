@@ -123,6 +123,53 @@ def test_an_output_that_stays_open_does_not_stop_the_comparison(
     assert time.monotonic() - began < 10
 
 
+def test_a_pattern_that_backtracks_without_end_is_stopped() -> None:
+    with pytest.raises(ForetokenError, match="the scorer regex did not return within 1 s"):
+        scored("a" * 50 + "b", seconds=1, scorer="regex", expected="(a+)+$")
+
+
+LOGIN = [{"login": {"user": ["ann", "Ann"], "tries": [1, ""], "at": [{"host": ["a", "b"]}]}}]
+AT_A = {"user": "ann", "at": {"host": "a"}}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "score"),
+    [
+        (AT_A, 1.0),
+        ({**AT_A, "user": "Ann", "tries": 1}, 1.0),
+        ({**AT_A, "tries": 2}, 0.0),
+        ({**AT_A, "tries": True}, 0.0),
+        ({**AT_A, "other": 1}, 0.0),
+        ({**AT_A, "at": {"host": "c"}}, 0.0),
+        ({"user": "ann"}, 0.0),
+        ("{", 0.0),
+    ],
+)
+def test_each_argument_of_a_call_has_one_of_its_possible_values(
+    arguments: Any, score: float
+) -> None:
+    call = {"name": "login", "arguments": arguments}
+    assert scored("", calls=[call], scorer="calls", expected=LOGIN) == score
+    assert scored("", calls=[call, call], scorer="calls", expected=LOGIN) == 0.0
+    assert scored("", calls=[{**call, "name": "logout"}], scorer="calls", expected=LOGIN) == 0.0
+
+
+def test_calls_are_expected_in_any_order_each_once() -> None:
+    lines: Any = [{"add": {"word": word, "tags": [["x", "y"]]}} for word in ("one", "two")]
+    calls = [
+        {"name": "add", "arguments": {"word": word, "tags": ["x", "y"]}} for word in ("two", "one")
+    ]
+    assert scored("", calls=calls, scorer="calls", expected=lines) == 1.0
+    assert scored("", calls=calls[:1], scorer="calls", expected=lines) == 0.0
+    assert scored("", calls=calls[:1] * 2, scorer="calls", expected=lines) == 0.0
+
+
+@pytest.mark.parametrize("scorer", ["exact", "regex", "number", "json", "python"])
+def test_an_answer_that_is_no_valid_unicode_is_scored(tmp_path: Path, scorer: str) -> None:
+    own = function(tmp_path, "return 0.0") if scorer == "python" else scorer
+    assert scored('"\ud800', scorer=own, expected="1") == 0.0
+
+
 def test_arguments_that_are_no_json_equal_themselves() -> None:
     assert _call("f", '{"x": NaN}') == _call("f", '{"x": NaN}')
     assert _call("f", '{"x": 1}') == {"name": "f", "arguments": {"x": 1}}
@@ -165,6 +212,8 @@ def test_a_function_scores(tmp_path: Path, body: str, score: float) -> None:
         ("return float('nan')", "must return a number from 0 to 1, not NaN"),
         ("return None", "failed: TypeError"),
         ("while True: pass", "did not return within 1 s"),
+        ("print('x' * 2**20); raise SystemExit(3)", "failed: x{200}$"),
+        (r"print('\x1b[31mred'); raise SystemExit(3)", r"failed: \[31mred$"),
     ],
 )
 def test_a_function_that_fails_is_told(tmp_path: Path, body: str, why: str) -> None:
@@ -180,7 +229,12 @@ def test_a_function_that_fails_is_told(tmp_path: Path, body: str, why: str) -> N
         ({}, "the scorer exact needs expected"),
         ({"scorer": "number", "expected": "many"}, "needs a number in expected, not 'many'"),
         ({"scorer": "regex", "expected": "("}, "not a regular expression"),
+        ({"scorer": "number", "expected": "sNaN"}, "needs a number in expected, not 'sNaN'"),
         ({"scorer": "regex", "expected": 3}, "not a regular expression"),
+        ({"scorer": "regex", "expected": "(" * 100_000}, "not a regular expression"),
+        ({"scorer": "regex", "expected": "a{99999999999}"}, "not a regular expression"),
+        ({"scorer": "calls", "expected": {"f": {}}}, "needs a list of {name: arguments}"),
+        ({"scorer": "calls", "expected": [{"f": {}, "g": {}}]}, "needs a list of {name: argum"),
         ({"scorer": "pytest"}, "the scorer pytest needs tests"),
         ({"scorer": "judge"}, "needs --judge"),
         ({"scorer": "python:score"}, "is not python:FILE:FUNCTION"),
