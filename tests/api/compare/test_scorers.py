@@ -185,6 +185,17 @@ def test_code_has_no_network() -> None:
         assert scored(connects, scorer="pytest", tests="def test_it(): pass") == 0.0
 
 
+def test_the_number_of_processes_has_a_limit(tmp_path: Path) -> None:
+    """Skipped for root, whom Linux does not limit, and without a namespace of processes."""
+    if os.geteuid() == 0 or os.system("unshare --user --pid --fork true 2>/dev/null") != 0:
+        pytest.skip("root, or no user namespaces")
+    if int(os.uname().release.split(".")[0]) < 6:
+        pytest.skip("Linux counts all processes of a user")
+    forks = "import os, time\n    while True: os.fork() or time.sleep(60)"
+    with pytest.raises(ForetokenError, match="failed: BlockingIOError"):
+        scored("yes", seconds=20, scorer=function(tmp_path, forks))
+
+
 def function(tmp_path: Path, body: str) -> str:
     file = tmp_path / "own.py"
     file.write_text(f"def score(answer, task):\n    {body}\n")
