@@ -32,7 +32,7 @@ from ..types.results import TextDelta
 from .changes import Changes
 from .client import ReplayChat, ReplayClient, Taking, seed_of
 from .conversation import Answered, Conversation
-from .forms import Call, Item
+from .forms import Call, Item, route_of
 from .outcome import CallLine, Outcome, Played, Side, first_difference, sides, sides_by_text
 from .sessions import Turn
 from .tools import ToolCommand
@@ -290,7 +290,7 @@ class Player:
     async def _submit(
         self, path: str, body: dict[str, Any], taking: Taking, name: str
     ) -> Mapping[str, Any]:
-        dialect = self._dialects[path]
+        dialect = self._dialects[route_of(path)]
         self._llm.taking = taking
         try:
             reply = await dialect.submit(dialect.decode(msgspec.json.encode(body)))

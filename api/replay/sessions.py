@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from ...core.errors import ForetokenError, InvalidRequest
 from ..certify.records import RecordedRequest, files_in, read_record
-from .forms import FORMS, Form, Item, bare, canonical
+from .forms import FORMS, Form, Item, bare, canonical, route_of
 from .outcome import printable
 
 T = TypeVar("T")
@@ -65,7 +65,7 @@ class Turn:
     @property
     def form(self) -> Form | None:
         """The form of the conversation in the body; None if it has none."""
-        return None if self.body is None else FORMS.get(self.path)
+        return None if self.body is None else FORMS.get(route_of(self.path))
 
     @property
     def items(self) -> list[Item]:
@@ -257,7 +257,7 @@ def _connect(turns: Sequence[Turn]) -> None:
     for turn in turns:
         if turn.form is not None and turn.body is not None:
             first = canonical(turn.form.first_user(turn.items))
-            alike = begun.setdefault((turn.session, turn.path, first), [])
+            alike = begun.setdefault((turn.session, route_of(turn.path), first), [])
             if (previous := turn.body.get("previous_response_id")) is not None:
                 turn.parent = by_id.get(str(previous))
             else:
