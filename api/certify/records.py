@@ -83,11 +83,15 @@ class RecordedRequest(Struct, kw_only=True, omit_defaults=True):
 
     @property
     def sampling(self) -> SamplingParams:
-        """The parameters with the seed. Raises `InvalidRequest`."""
+        """The parameters with the seed. Raises `ForetokenError`, which names the record."""
         given = dict(self.params)
-        if (bias := given.get("logit_bias")) is not None:
-            given["logit_bias"] = {int(token_id): value for token_id, value in bias.items()}
-        return SamplingParams(**given, seed=self.seed)
+        try:
+            if (bias := given.get("logit_bias")) is not None:
+                given["logit_bias"] = {int(token_id): value for token_id, value in bias.items()}
+            return SamplingParams(**given, seed=self.seed)
+        except (TypeError, ValueError, AttributeError) as error:  # with `InvalidRequest`
+            message = f"{self.id} was recorded with invalid parameters: {error}"
+            raise ForetokenError(message) from None
 
 
 class _Version(Struct):

@@ -68,6 +68,8 @@ class Conversation:
             hits = [self._apply(change, at) for at in range(len(turns))]
             if not any(hits):
                 raise self._nothing(change)
+            for at in self._changed:
+                form.check(self._bodies[at])
         self._change_results()
 
     def _apply(self, change: Change, at: int) -> bool:

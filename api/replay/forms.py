@@ -66,6 +66,15 @@ class Form:
             return [{"role": "user", "content": given}]
         return [each for each in given or [] if isinstance(each, dict)]
 
+    def check(self, body: Mapping[str, Any]) -> None:
+        """Raise `InvalidRequest` unless a changed body has a text or a list of objects."""
+        given = body.get(self.field)
+        is_list = isinstance(given, list) and all(isinstance(each, dict) for each in given)
+        if not (is_list or isinstance(given, str)):
+            raise InvalidRequest(
+                f"--change: {self.field} must be a list of objects", param="change"
+            )
+
     def body(self, body: Mapping[str, Any], items: Sequence[Item]) -> dict[str, Any]:
         """Return a body to submit, with other items."""
         kept = {name: value for name, value in body.items() if name not in LEFT_OUT}
@@ -349,6 +358,9 @@ class Completions(Form):
         """Return nothing: a prompt has no messages."""
         del body
         return []
+
+    def check(self, body: Mapping[str, Any]) -> None:
+        """Accept any prompt: the route checks it."""
 
     def body(self, body: Mapping[str, Any], items: Sequence[Item]) -> dict[str, Any]:
         """Return a body to submit. Raises `InvalidRequest` for several prompts."""

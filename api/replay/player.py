@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from ...core.errors import ForetokenError
+from ...core.errors import ForetokenError, InvalidRequest
 from ..certify.records import RecordedRequest
 from ..dialects import open_dialects
 from ..runtime.chat import ChatAnswer
@@ -291,9 +291,14 @@ class Player:
         self, path: str, body: dict[str, Any], taking: Taking, name: str
     ) -> Mapping[str, Any]:
         dialect = self._dialects[route_of(path)]
+        try:
+            data = msgspec.json.encode(body)
+        except UnicodeEncodeError:  # surrogates from the command line
+            message = f"{name}: a changed text is not valid Unicode"
+            raise InvalidRequest(message, param="change") from None
         self._llm.taking = taking
         try:
-            reply = await dialect.submit(dialect.decode(msgspec.json.encode(body)))
+            reply = await dialect.submit(dialect.decode(data))
             try:
                 whole = msgspec.to_builtins(await reply.whole())
             finally:

@@ -380,6 +380,19 @@ def test_a_record_of_a_newer_version_is_refused(
             assert err.count("\n") == 1
 
 
+@pytest.mark.parametrize("params", [{"temprature": 1}, {"logit_bias": {"x": 1}}, {"top_p": 7}])
+@pytest.mark.parametrize("name", [["--session"], []])
+def test_a_record_with_invalid_parameters_is_named(
+    params: Any, name: list[str], folder: Path, replay: Run, tmp_path: Path
+) -> None:
+    (record,) = of_path(folder, "/v1/completions")
+    file = tmp_path / "wrong.jsonl"
+    file.write_text(json.dumps(record | {"params": params}) + "\n")
+    status, _, err = replay(record["id"], *name, requests=file)
+    assert status == 1
+    assert f"{record['id']} was recorded with invalid parameters: " in err
+
+
 def test_responses_that_continue_by_id_are_verified_up_to_the_change(replay: Run) -> None:
     status, out, _ = replay("responses", "--change", "turns[3].input[0].content=a poem, def f(x)")
     assert status == 0, out
@@ -431,6 +444,12 @@ def test_another_system_prompt_is_used_in_every_turn(replay: Run, tmp_path: Path
         (["--change", "[1].content=x"], "does not begin with a name"),
         (["--change", "turns[9].messages[1].content=x"], "has turns 1 to 4"),
         (["--change", "messages[1].content:=x"], "not JSON"),
+        (["--change", "max_tokens:=NaN"], "not JSON"),
+        (["--change", f"messages[1].content:={'[' * 5_000}"], "not JSON"),
+        (["--change", "messages[-1].content=x"], "'[-1].content' is neither .NAME nor [INDEX]"),
+        (["--change", "messages:=5"], "messages must be a list of objects"),
+        (["--change", "messages[0]=x"], "messages must be a list of objects"),
+        (["--change", "messages[1].content=\udcff"], "turn 1: a changed text is not valid Unicode"),
         (["--change", "messages[1].content"], "PATH=TEXT"),
         (["--sampling", "temprature=0"], "names are temperature"),
         (["--sampling", "temperature=warm"], "'warm' is not a number"),
