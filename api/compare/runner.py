@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from statistics import mean, variance
@@ -205,33 +205,37 @@ async def _scored(
 
 async def _together(*works: Coroutine[Any, Any, T]) -> list[T]:
     """Return the results of all works. If one fails, the others are cancelled and awaited."""
-    running = [asyncio.ensure_future(each) for each in works]
+    running = [asyncio.create_task(each) for each in works]
     try:
         return await asyncio.gather(*running)
     finally:
         await _cancelled(running)
 
 
-async def _cancelled(running: Collection[asyncio.Future[Any]]) -> None:
-    """Cancel what still runs, and wait for its end."""
+async def _cancelled(running: Collection[asyncio.Task[Any]]) -> None:
+    """Cancel what still runs, and wait for its end.
+
+    A second cancellation would end a task that is waiting for the end of a scorer's process.
+    """
     for each in running:
-        each.cancel()
+        if not each.cancelling():
+            each.cancel()
     await asyncio.gather(*running, return_exceptions=True)
 
 
 async def _in_order(
-    work: Callable[[Task], Awaitable[T]], tasks: Sequence[Task], width: int
+    work: Callable[[Task], Coroutine[Any, Any, T]], tasks: Sequence[Task], width: int
 ) -> AsyncGenerator[T]:
     """Yield the results of ``work`` in the order of the tasks, of which ``width`` run at a time.
 
     Closing the generator cancels those that run.
     """
     waiting = deque(tasks)
-    running: deque[asyncio.Future[T]] = deque()
+    running: deque[asyncio.Task[T]] = deque()
     try:
         while waiting or running:
             while waiting and len(running) < width:
-                running.append(asyncio.ensure_future(work(waiting.popleft())))
+                running.append(asyncio.create_task(work(waiting.popleft())))
             yield await running[0]
             running.popleft()
     finally:

@@ -24,6 +24,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from ...core.errors import ForetokenError
+
 MEMORY = 2**31  # bytes of address space of a process
 FILE_BYTES = 2**24  # largest file that a process may write
 PROCESSES = 128  # processes and threads at the same time
@@ -77,11 +79,15 @@ async def run_limited(
     """Run a command with limits, in a new folder with ``files``, and return how it ended.
 
     ``seconds``: limit of wall time, and of the processor time of each process, to which
-    `GRACE_SECONDS` are added. ``command`` begins with an absolute path.
+    `GRACE_SECONDS` are added. ``command`` begins with an absolute path. Raises `ForetokenError` if
+    no process can be started.
     """
-    with tempfile.TemporaryDirectory(prefix="foretoken-") as folder:
-        _write(Path(folder), files)
-        return await _run(command, folder, seconds, stdin)
+    try:
+        with tempfile.TemporaryDirectory(prefix="foretoken-") as folder:
+            _write(Path(folder), files)
+            return await _run(command, folder, seconds, stdin)
+    except OSError as error:  # no space, no processes or no memory are left
+        raise ForetokenError(f"a scorer's process cannot run: {error.strerror}") from None
 
 
 def _write(folder: Path, files: Mapping[str, str]) -> None:

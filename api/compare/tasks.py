@@ -97,7 +97,7 @@ def _task(line: bytes, where: str) -> Task:
         task = msgspec.json.decode(line, type=Task)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidRequest(f"{where} is not a task: {error}", param="tasks") from None
-    if (task.messages is None) == (task.prompt is None):
+    if bool(task.messages) == bool(task.prompt):
         raise InvalidRequest(f"{where}: a task has either messages or a prompt", param="tasks")
     try:
         for index, message in enumerate(task.messages or ()):

@@ -170,6 +170,15 @@ def test_an_answer_that_is_no_valid_unicode_is_scored(tmp_path: Path, scorer: st
     assert scored('"\ud800', scorer=own, expected="1") == 0.0
 
 
+def test_a_process_that_cannot_start_fails_the_scorer(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def refuse(*_: Any, **__: Any) -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", refuse)
+    with pytest.raises(ForetokenError, match="cannot run: Resource temporarily unavailable"):
+        scored("a", scorer="regex", expected="a")
+
+
 def test_arguments_that_are_no_json_equal_themselves() -> None:
     assert _call("f", '{"x": NaN}') == _call("f", '{"x": NaN}')
     assert _call("f", '{"x": 1}') == {"name": "f", "arguments": {"x": 1}}
