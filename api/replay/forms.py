@@ -21,6 +21,7 @@ LEFT_OUT = (
     "model", "stream", "stream_options", "deadline_ms", "priority", "kv_transfer_params",
 )  # fmt: skip
 """Fields of bodies that a replay leaves out, because they change no token of one request alone."""
+TOKEN_IDS = ("logit_bias", "allowed_token_ids", "stop_token_ids")
 SYSTEM = ("system", "developer")
 
 
@@ -393,6 +394,12 @@ def _field(part: Item, name: str) -> dict[str, Any]:
 
 def _parts(item: Item) -> list[Item]:
     return [each for each in item.get("parts") or () if isinstance(each, dict)]
+
+
+def token_id_fields(body: Mapping[str, Any]) -> list[str]:
+    """Return the fields of a body that have token ids, which mean other texts to another model."""
+    found = [name for name in TOKEN_IDS if body.get(name)]
+    return [*found, "prompt"] if isinstance(body.get("prompt"), list) else found
 
 
 def bare(value: object) -> object:

@@ -32,7 +32,7 @@ from ..types.results import TextDelta
 from .changes import Changes
 from .client import ReplayChat, ReplayClient, Taking, seed_of
 from .conversation import Answered, Conversation
-from .forms import Call, Item, route_of
+from .forms import Call, Item, route_of, token_id_fields
 from .outcome import CallLine, Outcome, Played, Side, first_difference, sides, sides_by_text
 from .sessions import Turn
 from .tools import ToolCommand
@@ -273,6 +273,9 @@ class Player:
         seconds = time.perf_counter() - began
         answer = self._answer(turn, whole, taking, is_new=is_new)
         answer.played.num_items, answer.played.seconds = len(items), seconds
+        if taking.other_model and (names := token_id_fields(body)):
+            note = f"token ids of the recorded model are used as they are: {', '.join(names)}"
+            answer.played.notes.append(note)
         self._last_id = answer.id
         self._outcome.turns.append(answer.played)
         return answer

@@ -21,6 +21,7 @@ from foretoken.api.cli.commands import main
 from foretoken.api.replay import player
 from foretoken.api.replay.player import Player
 from foretoken.core.errors import InvalidRequest
+from support.image_folders import write_image_folder
 from support.server_process import running
 
 CITIES = ["Rome", "Oslo", "Bern", "Lima"]
@@ -257,6 +258,24 @@ def test_another_model_replaces_the_answers_even_if_the_recorded_model_is_not_he
     assert status == 1, out
     assert f'the recording has no result for weather({{"city": "{other}"}})' in out
     assert "turn 2" not in out
+
+
+def test_a_model_with_another_tokenizer_is_compared_by_its_text(
+    folder: Path, replay: Run, tmp_path: Path
+) -> None:
+    """Its answers are no drafts of the recorded tokens, and token ids in a body are named."""
+    write_image_folder(other := tmp_path / "other")
+    (record,) = of_path(folder, "/v1/completions")
+    status, out, _ = replay("completion", "--model", str(other))
+    assert status == 0, out
+    assert re.search(r"turn 1: another answer from token \d+ on \(\d+ tokens, 0 of them rec", out)
+    assert "token ids" not in out
+    record["asked"]["body"] |= {"prompt": [5, 6], "logit_bias": {"7": 1}}
+    file = tmp_path / "ids.jsonl"
+    file.write_text(json.dumps(record) + "\n")
+    status, out, _ = replay(str(file), "--model", str(other), requests=None)
+    assert status == 0, out
+    assert "token ids of the recorded model are used as they are: logit_bias, prompt" in out
 
 
 def test_a_turn_that_is_refused_is_no_success(replay: Run) -> None:
