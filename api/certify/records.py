@@ -18,7 +18,7 @@ from ...core.interface.request import Request
 from ...core.interface.sampling import RECOMMENDED
 from ..types.sampling_params import SamplingParams
 
-VERSION = 1  # of the records that are written; newer ones are refused
+VERSION = 1  # version of new records; records of newer versions are refused
 NO_EFFECT = ("n", "seed", "speculation", "prediction", "cache_salt", "priority", "deadline")
 """Fields that change no token of a single answer, or that the record has elsewhere."""
 OPTIONS = (

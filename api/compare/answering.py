@@ -150,7 +150,7 @@ def _tools(variant: Variant, task: Task) -> list[dict[str, Any]] | None:
 
 
 class Access(Struct, frozen=True):
-    """What all servers are asked with: the API key, and seconds to wait for each answer."""
+    """API key for all servers, and time limit of each answer in seconds."""
 
     key: str | None = None
     seconds: float | None = None

@@ -147,7 +147,7 @@ async def run(
     sequence = ConfidenceSequence(plan.level)
     pairs: list[Pair] = []
     failed: list[Failed] = []
-    num_in_a_row = 0  # of tasks without scores
+    num_in_a_row = 0  # number of consecutive tasks without scores
     verdict: Verdict = "undecided"
     async with aclosing(_in_order(ask, tasks, plan.concurrency)) as answered:
         async for pair in answered:
