@@ -114,8 +114,9 @@ def calls(answer: Answer, task: Task) -> float:
 def _fits(value: object, expected: object) -> bool:
     """Whether a value is an expected one; each field of an object may have several in a list."""
     if isinstance(expected, list):
-        is_alike = isinstance(value, list) and len(value) == len(expected)
-        return is_alike and all(map(_fits, value, expected))  # type: ignore[arg-type]
+        if not (isinstance(value, list) and len(value) == len(expected)):
+            return False
+        return all(map(_fits, value, expected))
     if not isinstance(expected, dict):
         return _is_same(value, expected)
     if not (isinstance(value, dict) and value.keys() <= expected.keys()):
