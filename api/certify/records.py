@@ -18,7 +18,7 @@ from ...core.interface.request import Request
 from ...core.interface.sampling import RECOMMENDED
 from ..types.sampling_params import SamplingParams
 
-VERSION = 1
+VERSION = 1  # version of new records; records of newer versions are refused
 NO_EFFECT = ("n", "seed", "speculation", "prediction", "cache_salt", "priority", "deadline")
 """Fields that change no token of a single answer, or that the record has elsewhere."""
 OPTIONS = (
@@ -56,7 +56,8 @@ class RecordedRequest(Struct, kw_only=True, omit_defaults=True):
     ``kernels``: names of the kernels; equal kernels give equal bits. ``mark``: the model's
     `identity.model_mark`. ``serving``: settings of the server that change prompts. ``seconds``:
     duration of the answer. ``redacted``: the answer's text after a redaction, which removes the
-    prompt and the tokens; None without one.
+    prompt and the tokens; None without one. ``v``: the version of the record's form; 0 in old
+    records, which do not have it.
     """
 
     id: str
@@ -78,15 +79,34 @@ class RecordedRequest(Struct, kw_only=True, omit_defaults=True):
     serving: dict[str, Any] = {}
     seconds: float = 0.0
     redacted: str | None = None
-    v: int = VERSION
+    v: int = 0
 
     @property
     def sampling(self) -> SamplingParams:
-        """The parameters with the seed. Raises `InvalidRequest`."""
+        """The parameters with the seed. Raises `ForetokenError`, which names the record."""
         given = dict(self.params)
-        if (bias := given.get("logit_bias")) is not None:
-            given["logit_bias"] = {int(token_id): value for token_id, value in bias.items()}
-        return SamplingParams(**given, seed=self.seed)
+        try:
+            if (bias := given.get("logit_bias")) is not None:
+                given["logit_bias"] = {int(token_id): value for token_id, value in bias.items()}
+            return SamplingParams(**given, seed=self.seed)
+        except (TypeError, ValueError, AttributeError) as error:  # with `InvalidRequest`
+            message = f"{self.id} was recorded with invalid parameters: {error}"
+            raise ForetokenError(message) from None
+
+
+class _Version(Struct):
+    v: int = 0
+
+
+def read_record(line: bytes) -> RecordedRequest:
+    """Return the record in a line. Raises `msgspec.DecodeError`, also for a newer version."""
+    version = msgspec.json.decode(line, type=_Version).v
+    if not 0 <= version <= VERSION:
+        raise msgspec.ValidationError(
+            f"it has version {version}, and this foretoken reads versions up to {VERSION}: use the "
+            "foretoken that wrote it, or a newer one"
+        )
+    return msgspec.json.decode(line, type=RecordedRequest)
 
 
 def plain_params(params: Any) -> dict[str, Any]:  # noqa: ANN401 - of any request
@@ -121,6 +141,7 @@ def record_of(request: Request, **about: Any) -> RecordedRequest:  # noqa: ANN40
         closes=getattr(sampling.constraint, "limit", None) is not None,
         seconds=round(request.usage.total_time, 3),
         shown=sorted(request.shown_ids),
+        v=VERSION,
         **about,
     )
 
@@ -150,11 +171,11 @@ def find_record(request_id: str, place: Path) -> RecordedRequest:
     try:
         for line in _lines(place):
             if request_id.encode() in line:
-                record = msgspec.json.decode(line, type=RecordedRequest)
+                record = read_record(line)
                 found = record if record.id == request_id else found
     except OSError as error:
         raise ForetokenError(f"{place}: {error.strerror}") from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ForetokenError(
             f"{place} has a line that is not a recorded request: {error}"
         ) from None

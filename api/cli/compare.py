@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,62 @@ KINDS = (Chosen, EngineConfig, SamplingParams)
 LOOKS_TOLD = 10  # lines of progress
 
 
+def _count(text: str) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError("must be a number of at least 1")
+    return number
+
+
+def _above_zero(text: str) -> float:
+    number = _number(text)
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError("must be a number above 0")
+    return number
+
+
+def _percent(text: str) -> float:
+    """Return a share between 0 and 1 from a text in percent."""
+    number = _number(text)
+    if not 0 < number < 100:
+        raise argparse.ArgumentTypeError("must be a number above 0 and below 100")
+    return number / 100
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return float("nan")
+
+
+FLAGS: Sequence[tuple[str, str, Callable[[str], object], object, str]] = (
+    ("tasks", "FILE", Path, None,
+     "JSON Lines file; each task has messages or a prompt, and what its scorer needs"),
+    ("scorer", "NAME", str, "exact",
+     "scorer of tasks that name none: exact, regex, number, json, calls, pytest, judge or "
+     "python:FILE:FUNCTION (exact)"),
+    ("judge", "MODEL|URL", str, None, "model or server that scores for the scorer judge"),
+    ("scorer-seconds", "S", _above_zero, 10.0,
+     "time limit of a run of regex, pytest or a function, in seconds (10)"),
+    ("server-seconds", "S", _above_zero, 600.0,
+     "time limit of an answer of a server, in seconds (600)"),
+    ("samples", "N", _count, 1,
+     "answers of each variant to a task, each with a seed of its own (1)"),
+    ("level", "PERCENT", _percent, 0.95,
+     "confidence of the interval and the verdict, in percent (95)"),
+    ("margin", "POINTS", _percent, None,
+     "stop, too, if the difference is certainly not greater than POINTS (never)"),
+    ("concurrency", "N", _count, 16,
+     "number of tasks answered at a time; no result depends on it (16)"),
+    ("json", "FILE", Path, None, "write the result with all answers to FILE"),
+)  # fmt: skip
+"""Flags with a value: name, form of the value, its reader, default, and help text."""
+
+
 def add_flags(parser: Parser) -> None:
     """Add the variants and flags of ``foretoken compare``, except the model and settings."""
     for name in "AB":
@@ -36,62 +93,14 @@ def add_flags(parser: Parser) -> None:
             'settings: "base temperature=0.2 system=FILE". Settings are model, system=FILE, '
             "tools=FILE, lora=DIR, and the names of flags without dashes",
         )
-    parser.add_argument(
-        "--tasks",
-        type=Path,
-        required=True,
-        metavar="FILE",
-        help="JSON Lines file; each task has messages or a prompt, and what its scorer needs",
-    )
-    parser.add_argument(
-        "--scorer",
-        default="exact",
-        metavar="NAME",
-        help="scorer of tasks that name none: exact, regex, number, json, pytest, judge or "
-        "python:FILE:FUNCTION (exact)",
-    )
-    parser.add_argument(
-        "--judge", metavar="MODEL|URL", help="model or server that scores for the scorer judge"
-    )
-    parser.add_argument(
-        "--scorer-seconds",
-        type=_above_zero,
-        default=10.0,
-        metavar="S",
-        help="time limit of a run of pytest or of a function, in seconds (10)",
-    )
-    parser.add_argument(
-        "--samples",
-        type=_count,
-        default=1,
-        metavar="N",
-        help="answers of each variant to a task, each with a seed of its own (1)",
-    )
-    parser.add_argument(
-        "--level",
-        type=_percent,
-        default=0.95,
-        metavar="PERCENT",
-        help="confidence of the interval and the verdict, in percent (95)",
-    )
-    parser.add_argument(
-        "--margin",
-        type=_percent,
-        metavar="POINTS",
-        help="stop, too, if the difference is certainly not greater than POINTS (never)",
-    )
+    for name, metavar, kind, default, text in FLAGS:
+        is_required = name == "tasks"
+        parser.add_argument(
+            f"--{name}", metavar=metavar, type=kind, default=default, required=is_required,
+            help=text,
+        )  # fmt: skip
     parser.add_argument(
         "--all", action="store_true", help="answer all tasks, even after the verdict is certain"
-    )
-    parser.add_argument(
-        "--concurrency",
-        type=_count,
-        default=16,
-        metavar="N",
-        help="number of tasks answered at a time; no result depends on it (16)",
-    )
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="write the result with all answers to FILE"
     )
     parser.add_argument(
         "--api-key",
@@ -151,7 +160,7 @@ async def _run(
     plan: Plan,
     key: str | None,
 ) -> int:
-    from ..compare.answering import opened
+    from ..compare.answering import Access, opened
     from ..compare.report import detail_lines, json_of, progress_line, verdict_line
     from ..compare.runner import run
     from ..compare.scorers import Scorers
@@ -168,42 +177,10 @@ async def _run(
         if look.num % max(1, num_tasks // LOOKS_TOLD) == 0:
             print(progress_line(look, num_tasks), file=sys.stderr, flush=True)
 
-    async with opened(variants, parsed.judge, key) as both:
+    async with opened(variants, parsed.judge, Access(key, parsed.server_seconds)) as both:
         found = await run(both, file.tasks, scorers, plan, tell)
         print(verdict_line(found, plan))
         print(*detail_lines(found, both), sep="\n", flush=True)
         if parsed.json is not None:
             write_out(parsed.json, json_of(found, plan, both, file))
     return 0
-
-
-def _count(text: str) -> int:
-    try:
-        number = int(text)
-    except ValueError:
-        number = 0
-    if number < 1:
-        raise argparse.ArgumentTypeError("must be a number of at least 1")
-    return number
-
-
-def _above_zero(text: str) -> float:
-    number = _number(text)
-    if not 0 < number < float("inf"):
-        raise argparse.ArgumentTypeError("must be a number above 0")
-    return number
-
-
-def _percent(text: str) -> float:
-    """Return a share between 0 and 1 from a text in percent."""
-    number = _number(text)
-    if not 0 < number < 100:
-        raise argparse.ArgumentTypeError("must be a number above 0 and below 100")
-    return number / 100
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return float("nan")

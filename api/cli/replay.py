@@ -242,7 +242,7 @@ def _tools(command: str | None) -> ToolCommand | None:
 
 def _text_of(file: str) -> str:
     try:
-        return Path(file).read_text("utf-8")
+        return Path(file).read_text("utf-8-sig")
     except OSError as error:
         raise InvalidRequest(f"--system {file}: {error.strerror}", param="system") from None
     except UnicodeDecodeError:

@@ -12,7 +12,7 @@ from msgspec import Struct
 from ...core.errors import ForetokenError, InvalidRequest
 from ..runtime.interrupts import ending_at_once
 from ..sdk.async_llm import AsyncLLM
-from ..serving.http_client import HttpServer, checked
+from ..serving.http_client import HttpServer
 from ..types.sampling_params import SamplingParams
 from .answer import Answer
 from .judging import Judge, LocalJudge, ServerJudge
@@ -71,10 +71,10 @@ class ServerVariant:
         self._name = model["id"]
 
     @classmethod
-    async def connect(cls, variant: Variant, key: str | None) -> ServerVariant:
+    async def connect(cls, variant: Variant, access: Access) -> ServerVariant:
         """Return the variant of a server. Raises `ForetokenError` if it does not have the model."""
         assert variant.url is not None
-        server = HttpServer(variant.url, key)
+        server = access.server(variant.url)
         models = await server.models()
         names = [each.get("id") for each in models]
         if variant.model is None:
@@ -149,6 +149,17 @@ def _tools(variant: Variant, task: Task) -> list[dict[str, Any]] | None:
     return task.tools if variant.tools is None else variant.tools
 
 
+class Access(Struct, frozen=True):
+    """API key for all servers, and time limit of each answer in seconds."""
+
+    key: str | None = None
+    seconds: float | None = None
+
+    def server(self, url: str) -> HttpServer:
+        """Return a client of a server. Raises `ForetokenError` if the address is invalid."""
+        return HttpServer(url, self.key, seconds=self.seconds)
+
+
 class Opened(Struct, frozen=True):
     """The two variants, and the judge if there is one."""
 
@@ -159,29 +170,29 @@ class Opened(Struct, frozen=True):
 
 @asynccontextmanager
 async def opened(
-    variants: Sequence[Variant], judge: str | None, key: str | None
+    variants: Sequence[Variant], judge: str | None, access: Access
 ) -> AsyncGenerator[Opened]:
     """Load the models of two variants and of the judge, and connect to servers.
 
     Variants that need the same engine share it. ``judge``: a model or the address of a server.
-    ``key``: API key for all servers. Raises `ForetokenError`.
+    Raises `ForetokenError`.
     """
     async with AsyncExitStack() as stack:
         engines = _Engines(stack, [each.lora for each in variants if each.lora is not None])
-        a, b = [await _open(each, engines, key) for each in variants]
-        yield Opened(a, b, None if judge is None else await _open_judge(judge, engines, key))
+        a, b = [await _open(each, engines, access) for each in variants]
+        yield Opened(a, b, None if judge is None else await _open_judge(judge, engines, access))
 
 
-async def _open(variant: Variant, engines: _Engines, key: str | None) -> Answering:
+async def _open(variant: Variant, engines: _Engines, access: Access) -> Answering:
     if variant.url is not None:
-        return await ServerVariant.connect(variant, key)
+        return await ServerVariant.connect(variant, access)
     return LocalVariant(variant, await engines.get(variant.model, variant.engine))
 
 
-async def _open_judge(judge: str, engines: _Engines, key: str | None) -> Judge:
+async def _open_judge(judge: str, engines: _Engines, access: Access) -> Judge:
     if "://" not in judge:
         return LocalJudge(await engines.get(judge, {}))
-    server = HttpServer(checked(judge), key)
+    server = access.server(judge)
     return ServerJudge(server, (await server.models())[0]["id"])
 
 

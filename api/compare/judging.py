@@ -5,6 +5,7 @@ No text is generated, so a judge needs no seed and no parser, and its score is t
 
 from __future__ import annotations
 
+import math
 from typing import Any, Protocol
 
 from ...core.errors import ForetokenError
@@ -36,8 +37,13 @@ def input_of(task: Task, answer: Answer) -> str:
 
 
 def score_of(task: Task, value: float) -> float:
-    """Return the score from 0 to 1 of a decision's value; the best level scores 1."""
+    """Return the score from 0 to 1 of a decision's value; the best level scores 1.
+
+    Raises `ValueError` if the value is not a number.
+    """
     most = 1 if task.levels is None else len(task.levels) - 1
+    if math.isnan(value):
+        raise ValueError("a decision without a value")
     return min(max(value / most, 0.0), 1.0)
 
 

@@ -15,6 +15,8 @@ from .statistics import ConfidenceSequence
 from .tasks import TaskFile
 from .variants import Variant
 
+MOST_LISTED = 5  # tasks without a score that the report lists
+
 
 def verdict_line(found: Found, plan: Plan) -> str:
     """Return the verdict in one line. Points are hundredths of a score."""
@@ -39,7 +41,7 @@ def progress_line(look: ConfidenceSequence, num_tasks: int) -> str:
 
 
 def detail_lines(found: Found, opened: Opened) -> list[str]:
-    """Return the mean scores, and how many answers differ or reached the limit on tokens."""
+    """Return the mean scores, and how many answers differ, were cut or have no score."""
     num = sum(len(each.a.answers) for each in found.pairs)
     differing = sum(each.num_differing for each in found.pairs)
     exact = "" if is_exact(opened) else "; exact: false, answers may depend on other requests"
@@ -51,6 +53,11 @@ def detail_lines(found: Found, opened: Opened) -> list[str]:
     if any(cut.values()):
         told = ", ".join(f"{count} of {name}" for name, count in cut.items() if count)
         lines.append(f"answers that reached the limit on tokens: {told}")
+    if found.failed:
+        lines.append(f"{len(found.failed)} tasks left out, whose scorers failed:")
+        lines += [f"  {each.why}" for each in found.failed[:MOST_LISTED]]
+        if len(found.failed) > MOST_LISTED:
+            lines.append(f"  and {len(found.failed) - MOST_LISTED} more")
     return lines
 
 
@@ -84,6 +91,7 @@ def json_of(found: Found, plan: Plan, opened: Opened, file: TaskFile) -> str:
             "used": len(found.pairs),
             "all": found.num_tasks,
         },
+        "failed": msgspec.to_builtins(found.failed),
         "seed": plan.seed,
         "samples": plan.num_samples,
         "variants": {"a": _about(opened.a), "b": _about(opened.b)},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from statistics import mean, variance
@@ -22,6 +22,7 @@ from .tasks import Task, seeds_of
 
 T = TypeVar("T")
 Verdict = Literal["A better", "B better", "equivalent", "undecided"]
+MOST_FAILED = 8  # tasks in a row whose scorers may fail
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,13 +78,28 @@ class Pair(Struct, kw_only=True):
         return sum((a.text, a.calls) != (b.text, b.calls) for a, b in both)
 
 
+class Failed(Struct, kw_only=True):
+    """A task without scores, because a scorer failed."""
+
+    task: str | int
+    why: str
+
+
+class _NoScoreError(ForetokenError):
+    """Raised if a scorer fails."""
+
+
 class Found(Struct, kw_only=True):
-    """The result of a comparison: all pairs that were looked at, in the order of the tasks."""
+    """The result of a comparison: all pairs that were looked at, in the order of the tasks.
+
+    ``failed``: the tasks without scores, which count in neither variant.
+    """
 
     verdict: Verdict
     interval: Interval
     difference: float
     pairs: list[Pair]
+    failed: list[Failed]
     num_tasks: int  # number of tasks in the file
 
     @property
@@ -112,23 +128,36 @@ async def run(
 
     A look follows each task, in the order of the tasks, whatever is answered first, so the result
     does not depend on ``concurrency``; answers to later tasks are dropped. ``tell`` gets each look.
-    Raises `ForetokenError`, which names the task, if an answer or a score fails.
+    A task whose scorer fails is left out. Raises `ForetokenError`, which names the task, if an
+    answer fails, or the scorers of `MOST_FAILED` tasks in a row, or of all tasks.
     """
 
-    async def ask(task: Task) -> Pair:
+    async def ask(task: Task) -> Pair | Failed:
         own = seeds_of(plan.seed, task, plan.num_samples)
         other = own if plan.pairs_seeds else seeds_of(plan.seed + 1, task, plan.num_samples)
-        a, b = await _together(
-            _scored("A", opened.a, task, own, scorers, opened.judge),
-            _scored("B", opened.b, task, other, scorers, opened.judge),
-        )
+        try:
+            a, b = await _together(
+                _scored("A", opened.a, task, own, scorers, opened.judge),
+                _scored("B", opened.b, task, other, scorers, opened.judge),
+            )
+        except _NoScoreError as error:
+            return Failed(task=task.id or 0, why=str(error))
         return Pair(task=task.id or 0, a=a, b=b)
 
     sequence = ConfidenceSequence(plan.level)
     pairs: list[Pair] = []
+    failed: list[Failed] = []
+    num_in_a_row = 0  # number of consecutive tasks without scores
     verdict: Verdict = "undecided"
     async with aclosing(_in_order(ask, tasks, plan.concurrency)) as answered:
         async for pair in answered:
+            if isinstance(pair, Failed):
+                failed.append(pair)
+                num_in_a_row += 1
+                if num_in_a_row == min(MOST_FAILED, len(tasks)):
+                    raise ForetokenError(f"{num_in_a_row} tasks in a row have no score: {pair.why}")
+                continue
+            num_in_a_row = 0
             pairs.append(pair)
             sequence.add(pair.difference)
             tell(sequence)
@@ -140,6 +169,7 @@ async def run(
         interval=sequence.interval,
         difference=sequence.mean,
         pairs=pairs,
+        failed=failed,
         num_tasks=len(tasks),
     )
 
@@ -161,43 +191,51 @@ async def _scored(
     judge: Judge | None,
 ) -> Scored:
     """Return the answers of a variant to a task and their scores."""
+    where = f"{name}, task {task.id!r}"
     try:
         answers = await _together(*(variant.answer(task, seed) for seed in seeds))
+    except ForetokenError as error:
+        raise ForetokenError(f"{where}: {error}") from None
+    try:
         scores = await _together(*(scorers.score(task, each, judge) for each in answers))
     except ForetokenError as error:
-        raise ForetokenError(f"{name}, task {task.id!r}: {error}") from None
+        raise _NoScoreError(f"{where}: {error}") from None
     return Scored(seeds=list(seeds), answers=answers, scores=scores)
 
 
 async def _together(*works: Coroutine[Any, Any, T]) -> list[T]:
     """Return the results of all works. If one fails, the others are cancelled and awaited."""
-    running = [asyncio.ensure_future(each) for each in works]
+    running = [asyncio.create_task(each) for each in works]
     try:
         return await asyncio.gather(*running)
     finally:
         await _cancelled(running)
 
 
-async def _cancelled(running: Collection[asyncio.Future[Any]]) -> None:
-    """Cancel what still runs, and wait for its end."""
+async def _cancelled(running: Collection[asyncio.Task[Any]]) -> None:
+    """Cancel what still runs, and wait for its end.
+
+    A second cancellation would end a task that is waiting for the end of a scorer's process.
+    """
     for each in running:
-        each.cancel()
+        if not each.cancelling():
+            each.cancel()
     await asyncio.gather(*running, return_exceptions=True)
 
 
 async def _in_order(
-    work: Callable[[Task], Awaitable[T]], tasks: Sequence[Task], width: int
+    work: Callable[[Task], Coroutine[Any, Any, T]], tasks: Sequence[Task], width: int
 ) -> AsyncGenerator[T]:
     """Yield the results of ``work`` in the order of the tasks, of which ``width`` run at a time.
 
     Closing the generator cancels those that run.
     """
     waiting = deque(tasks)
-    running: deque[asyncio.Future[T]] = deque()
+    running: deque[asyncio.Task[T]] = deque()
     try:
         while waiting or running:
             while waiting and len(running) < width:
-                running.append(asyncio.ensure_future(work(waiting.popleft())))
+                running.append(asyncio.create_task(work(waiting.popleft())))
             yield await running[0]
             running.popleft()
     finally:

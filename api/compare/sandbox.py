@@ -3,8 +3,8 @@
 A process has limits of processor time, memory and file sizes, a folder of its own that is deleted
 afterwards, and an environment without the caller's variables. It is a group of its own, which is
 killed when its time is over, and it ends with this process. Where Linux allows it, it also has no
-network, and processes that it leaves behind end with it. The number of processes has no limit, and
-each has the limits anew.
+network, processes that it leaves behind end with it, and their number has a limit (from Linux 6 on,
+and not for root). Each process has the other limits anew.
 
 This contains mistakes, such as a loop without end. It is no protection from hostile code: a process
 can read and delete the files of its user, and reach servers by the files of their sockets. Compare
@@ -24,8 +24,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from ...core.errors import ForetokenError
+
 MEMORY = 2**31  # bytes of address space of a process
 FILE_BYTES = 2**24  # largest file that a process may write
+PROCESSES = 128  # processes and threads at the same time
 OUTPUT_BYTES = 2**20  # bytes at the end of the output that are kept
 GRACE_SECONDS = 1.0  # beyond the limit of time, for the start of Python
 POLL_SECONDS = 0.005
@@ -47,14 +50,16 @@ limit(resource.RLIMIT_CPU, seconds)
 limit(resource.RLIMIT_AS, {MEMORY})
 limit(resource.RLIMIT_FSIZE, {FILE_BYTES})
 limit(resource.RLIMIT_CORE, 0)
-USER, PROCESSES, NETWORK = 0x10000000, 0x20000000, 0x40000000
+USER, PIDS, NETWORK = 0x10000000, 0x20000000, 0x40000000
 unshare = getattr(libc, "unshare", None)
-if unshare is not None and unshare(USER | PROCESSES | NETWORK) == 0:
+if unshare is not None and unshare(USER | PIDS | NETWORK) == 0:
     child = os.fork()
     if child:
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         os._exit(status if status >= 0 else 128 - status)
     end_with_parent()
+    if int(os.uname().release.split(".")[0]) >= 6:  # older ones count all processes of the user
+        limit(resource.RLIMIT_NPROC, {PROCESSES})
 os.execv(sys.argv[2], sys.argv[2:])
 """
 """Sets the limits and becomes the process. In a namespace of process ids, the first process is a
@@ -74,11 +79,15 @@ async def run_limited(
     """Run a command with limits, in a new folder with ``files``, and return how it ended.
 
     ``seconds``: limit of wall time, and of the processor time of each process, to which
-    `GRACE_SECONDS` are added. ``command`` begins with an absolute path.
+    `GRACE_SECONDS` are added. ``command`` begins with an absolute path. Raises `ForetokenError` if
+    no process can be started.
     """
-    with tempfile.TemporaryDirectory(prefix="foretoken-") as folder:
-        _write(Path(folder), files)
-        return await _run(command, folder, seconds, stdin)
+    try:
+        with tempfile.TemporaryDirectory(prefix="foretoken-") as folder:
+            _write(Path(folder), files)
+            return await _run(command, folder, seconds, stdin)
+    except OSError as error:  # no space, no processes or no memory are left
+        raise ForetokenError(f"a scorer's process cannot run: {error.strerror}") from None
 
 
 def _write(folder: Path, files: Mapping[str, str]) -> None:

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import json
 import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -27,10 +28,19 @@ from .sandbox import Ended, run_limited
 from .tasks import Task
 
 PYTHON = "python:"
+ExpectedCall = Annotated[dict[str, dict[str, Any]], msgspec.Meta(min_length=1, max_length=1)]
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:[eE][-+]?\d+)?|-?\.\d+")
+MOST_SHOWN = 200  # characters of a scorer's output that an error shows
 FENCE = re.compile(r"```[^\n`]*\n(.*?)(?:```|\Z)", re.DOTALL)
 COUNTS = re.compile(r'errors="(\d+)" failures="(\d+)" skipped="\d+" tests="(\d+)"')
 """The counts in a report of pytest."""
+
+_SEARCH = """
+import json, re, sys
+asked = json.load(sys.stdin)
+print(int(re.search(asked["pattern"], asked["answer"]) is not None))
+"""
+"""Searches a regular expression, which may take time without end, and prints the score."""
 
 _CALL = """
 import importlib.util, json, sys, os
@@ -65,11 +75,6 @@ def exact(answer: Answer, task: Task) -> float:
     return float(answer.text.strip() in [str(each).strip() for each in wanted])
 
 
-def pattern(answer: Answer, task: Task) -> float:
-    """Return 1 if the expected regular expression matches anywhere in the answer."""
-    return float(re.search(task.expected, answer.text) is not None)
-
-
 def number(answer: Answer, task: Task) -> float:
     """Return 1 if the last number of the answer equals the expected one, commas left out."""
     found = NUMBER.findall(answer.text)
@@ -86,8 +91,40 @@ def json_equal(answer: Answer, task: Task) -> float:
             calls: Any = answer.calls[0] if len(answer.calls) == 1 else answer.calls
             return float(_is_same(calls, task.expected))
         return float(_is_same(msgspec.json.decode(_block(answer.text).strip()), task.expected))
-    except (msgspec.DecodeError, RecursionError):
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
         return 0.0
+
+
+def calls(answer: Answer, task: Task) -> float:
+    """Return 1 if the answer's tool calls are the expected ones, in any order.
+
+    An expected call is an object ``{name: arguments}`` as in BFCL. An argument that is a list gives
+    its possible values; "" is among them if the argument may be left out.
+    """
+    left = list(answer.calls)
+    for each in task.expected:
+        ((name, arguments),) = each.items()
+        alike = (one for one in left if one["name"] == name and _fits(one["arguments"], arguments))
+        if (found := next(alike, None)) is None:
+            return 0.0
+        left.remove(found)
+    return float(not left)
+
+
+def _fits(value: object, expected: object) -> bool:
+    """Whether a value is an expected one; each field of an object may have several in a list."""
+    if isinstance(expected, list):
+        if not (isinstance(value, list) and len(value) == len(expected)):
+            return False
+        return all(map(_fits, value, expected))
+    if not isinstance(expected, dict):
+        return _is_same(value, expected)
+    if not (isinstance(value, dict) and value.keys() <= expected.keys()):
+        return False
+    possible = {name: each if isinstance(each, list) else [each] for name, each in expected.items()}
+    return all(
+        any(_fits(value.get(name, ""), one) for one in each) for name, each in possible.items()
+    )
 
 
 def _is_same(value: object, expected: object) -> bool:
@@ -115,16 +152,16 @@ def _block(text: str) -> str:
 
 
 PLAIN: Mapping[str, Callable[[Answer, Task], float]] = {
-    "exact": exact, "regex": pattern, "number": number, "json": json_equal,
+    "exact": exact, "number": number, "json": json_equal, "calls": calls,
 }  # fmt: skip
-"""Scorers that compute the score at once."""
+"""Scorers that compute the score at once, in a time that the length of the answer bounds."""
 
 
 class Scorers:
     """Scores answers. At most one scorer's process per core runs at a time.
 
-    ``seconds``: limit of one run of pytest or of a function. Raises `InvalidRequest`, which names
-    the task, if a task does not have what its scorer needs.
+    ``seconds``: limit of one run of a pattern, a function or pytest. Raises `InvalidRequest`, which
+    names the task, if a task does not have what its scorer needs.
     """
 
     def __init__(
@@ -147,7 +184,13 @@ class Scorers:
         async with self._room:
             if name == "pytest":
                 return await self._tested(task, answer)
-            return await self._called(name, task, answer)
+            if name == "regex":
+                asked = {"pattern": task.expected, "answer": answer.text}
+                return await self._printed(name, [_SEARCH], asked)
+            plain = msgspec.to_builtins(task)
+            plain["calls"] = answer.calls
+            asked = {"answer": answer.text, "task": plain}
+            return await self._printed(name, [_CALL, *_function_of(name)], asked)
 
     def _name(self, task: Task) -> str:
         return task.scorer or self._default
@@ -170,8 +213,8 @@ class Scorers:
             if not function.isidentifier() or name.count(":") < 2:
                 return f"{name} is not python:FILE:FUNCTION"
             return None if Path(file).is_file() else f"{name}: {file} is not a file"
-        if name not in PLAIN:
-            known = ", ".join([*PLAIN, "pytest", "judge"])
+        if name not in PLAIN and name != "regex":
+            known = ", ".join([*PLAIN, "regex", "pytest", "judge"])
             return f"unknown scorer {name!r}: must be {known} or python:FILE:FUNCTION"
         return _expected_problem(name, task)
 
@@ -198,20 +241,18 @@ class Scorers:
         files = {"solution.py": code, "test_solution.py": tests, "pytest.ini": "[pytest]\n"}
         return await run_limited([sys.executable, "-c", _TEST], seconds=self._seconds, files=files)
 
-    async def _called(self, name: str, task: Task, answer: Answer) -> float:
-        """Return the score that a function of the user returns."""
-        file, function = _function_of(name)
-        plain: dict[str, Any] = {"answer": answer.text, "task": msgspec.to_builtins(task)}
-        plain["task"]["calls"] = answer.calls
+    async def _printed(self, name: str, command: Sequence[str], asked: Mapping[str, Any]) -> float:
+        """Return the score that a program prints last. It gets ``asked`` as JSON."""
         ended = await run_limited(
-            [sys.executable, "-c", _CALL, file, function],
+            [sys.executable, "-c", *command],
             seconds=self._seconds,
-            stdin=msgspec.json.encode(plain),
+            stdin=json.dumps(asked).encode(),  # an answer may have lone surrogates
         )
-        where = f"task {task.id!r}: the scorer {name}"
+        where = f"the scorer {name}"
         if ended.status is None:
             raise ForetokenError(f"{where} did not return within {self._seconds:g} s")
-        last = ended.output.strip().rpartition("\n")[2]
+        last = "".join(filter(str.isprintable, ended.output.strip().rpartition("\n")[2]))
+        last = last[-MOST_SHOWN:]
         if ended.status != 0:
             raise ForetokenError(f"{where} failed: {last or f'exit status {ended.status}'}")
         return checked_score(last, where)
@@ -247,11 +288,17 @@ def _expected_problem(name: str, task: Task) -> str | None:
     """Return why a plain scorer cannot compare answers with the task's ``expected``, or None."""
     if task.expected is None and name != "json":
         return f"the scorer {name} needs expected"
-    if name == "number" and _decimal(str(task.expected)) is None:
+    wanted = _decimal(str(task.expected))
+    if name == "number" and not (wanted is not None and wanted.is_finite()):
         return f"the scorer number needs a number in expected, not {task.expected!r}"
+    if name == "calls":
+        try:
+            msgspec.convert(task.expected, list[ExpectedCall])
+        except msgspec.ValidationError:
+            return "the scorer calls needs a list of {name: arguments} in expected"
     if name == "regex":
         try:
             re.compile(task.expected)
-        except (re.error, TypeError) as error:
+        except (re.error, TypeError, OverflowError, RecursionError) as error:
             return f"expected is not a regular expression: {error}"
     return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import random
 from collections.abc import Mapping, Sequence
@@ -71,7 +72,7 @@ def read_tasks(path: Path, seed: int) -> TaskFile:
     the line.
     """
     try:
-        data = path.read_bytes()
+        data = path.read_bytes().removeprefix(codecs.BOM_UTF8)
     except OSError as error:
         raise InvalidRequest(f"--tasks: {path}: {error.strerror}", param="tasks") from None
     tasks: dict[str | int, Task] = {}
@@ -96,7 +97,7 @@ def _task(line: bytes, where: str) -> Task:
         task = msgspec.json.decode(line, type=Task)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidRequest(f"{where} is not a task: {error}", param="tasks") from None
-    if (task.messages is None) == (task.prompt is None):
+    if bool(task.messages) == bool(task.prompt):
         raise InvalidRequest(f"{where}: a task has either messages or a prompt", param="tasks")
     try:
         for index, message in enumerate(task.messages or ()):

@@ -118,7 +118,7 @@ def _value(variant: Variant, setting: Setting, text: str) -> Any:  # noqa: ANN40
 
 def _read(variant: Variant, key: str, path: str) -> str:
     try:
-        return Path(path).read_text("utf-8").strip()
+        return Path(path).read_text("utf-8-sig").strip()
     except OSError as error:
         why = error.strerror
     except UnicodeDecodeError as error:

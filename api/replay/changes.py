@@ -14,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from ...core.errors import InvalidRequest
 from ..types.sampling_params import SamplingParams
 
@@ -110,8 +112,8 @@ def _follows(found: re.Match[str], steps: Sequence[Step]) -> bool:
 
 def _json(path: str, text: str) -> object:
     try:
-        return json.loads(text)
-    except ValueError as error:
+        return msgspec.json.decode(text)
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise _refused(f"--change {path}: the value after := is not JSON: {error}") from None
 
 

@@ -53,8 +53,9 @@ class Conversation:
         if form is None or any(turn.form is not form for turn in turns):
             missing = next(turn for turn in turns if turn.form is None or turn.form is not form)
             raise InvalidRequest(
-                f"turn {missing.number} ({missing.id}) cannot be changed: it is no recorded "
-                "conversation of chat completions, Anthropic Messages, Responses or Ollama",
+                f"turn {missing.number} ({missing.id}) can be verified, but not changed: it has no "
+                "recorded body of chat completions, completions, Anthropic Messages, Responses, "
+                "Ollama or Gemini",
                 param="change",
             )
         self.form: Form = form
@@ -67,6 +68,8 @@ class Conversation:
             hits = [self._apply(change, at) for at in range(len(turns))]
             if not any(hits):
                 raise self._nothing(change)
+            for at in self._changed:
+                form.check(self._bodies[at])
         self._change_results()
 
     def _apply(self, change: Change, at: int) -> bool:

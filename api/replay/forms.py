@@ -7,9 +7,12 @@ tools into the next body, as the client did.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from ...core.errors import InvalidRequest
 
 Item = dict[str, Any]
 MARKS = ("cache_control", "id", "status")
@@ -18,6 +21,7 @@ LEFT_OUT = (
     "model", "stream", "stream_options", "deadline_ms", "priority", "kv_transfer_params",
 )  # fmt: skip
 """Fields of bodies that a replay leaves out, because they change no token of one request alone."""
+TOKEN_IDS = ("logit_bias", "allowed_token_ids", "stop_token_ids")
 SYSTEM = ("system", "developer")
 
 
@@ -62,6 +66,15 @@ class Form:
         if isinstance(given, str):
             return [{"role": "user", "content": given}]
         return [each for each in given or [] if isinstance(each, dict)]
+
+    def check(self, body: Mapping[str, Any]) -> None:
+        """Raise `InvalidRequest` unless a changed body has a text or a list of objects."""
+        given = body.get(self.field)
+        is_list = isinstance(given, list) and all(isinstance(each, dict) for each in given)
+        if not (is_list or isinstance(given, str)):
+            raise InvalidRequest(
+                f"--change: {self.field} must be a list of objects", param="change"
+            )
 
     def body(self, body: Mapping[str, Any], items: Sequence[Item]) -> dict[str, Any]:
         """Return a body to submit, with other items."""
@@ -270,6 +283,125 @@ class Ollama(Form):
         return {"role": "tool", "tool_name": call.name, "content": text}
 
 
+class Gemini(Form):
+    """Bodies of Gemini's generateContent. Names of fields may be in camel case or snake case."""
+
+    field = "contents"
+
+    def with_system(self, body: dict[str, Any], text: str) -> dict[str, Any]:
+        """Return a body with another system prompt."""
+        kept = {name: value for name, value in body.items() if name != "system_instruction"}
+        return {**kept, "systemInstruction": {"parts": [{"text": text}]}}
+
+    def is_answer(self, item: Item) -> bool:
+        """Whether the model gave this item."""
+        return item.get("role") == "model"
+
+    def is_result(self, item: Item) -> bool:
+        """Whether this item has the result of a tool."""
+        return bool(self.parts([item]))
+
+    def first_user(self, items: Sequence[Item]) -> object:
+        """Return the first message of the user, which may have no role."""
+        return bare(next((each for each in items if not self.is_answer(each)), None))
+
+    def calls(self, items: Sequence[Item]) -> list[Call]:
+        """Return the tool calls of an answer's items."""
+        given = [_field(part, "functionCall") for item in items for part in _parts(item)]
+        return [
+            Call(each.get("name", ""), each.get("args"), str(each.get("id") or ""))
+            for each in given
+            if each
+        ]
+
+    def answer(self, whole: Mapping[str, Any]) -> list[Item]:
+        """Return the items with which a client sends back the answer in this response."""
+        return [whole["candidates"][0]["content"]]
+
+    def parts(self, items: Sequence[Item]) -> list[Item]:
+        """Return the parts that have one result each."""
+        return [part for item in items for part in _parts(item) if _field(part, _RESULT)]
+
+    def part_id(self, part: Item) -> str:
+        """Return the id of the call that a result belongs to; "" without one."""
+        return str(_field(part, _RESULT).get("id") or "")
+
+    def with_id(self, part: Item, call: Call) -> Item:
+        """Return a recorded result as the result of ``call``."""
+        return {_RESULT: {**_field(part, _RESULT), "id": call.id or None}}
+
+    def result(self, call: Call, text: str) -> Item:
+        """Return a new result."""
+        given = {"name": call.name, "id": call.id or None, "response": {"result": text}}
+        return {_RESULT: given}
+
+    def with_text(self, part: Item, text: str) -> Item:
+        """Return a recorded result with another text."""
+        return {_RESULT: {**_field(part, _RESULT), "response": {"result": text}}}
+
+    def map_parts(self, item: Item, other: Callable[[Item], Item]) -> Item:
+        """Return an item with ``other`` of each of its results."""
+        parts = [other(each) if _field(each, _RESULT) else each for each in _parts(item)]
+        return {**item, "parts": parts}
+
+    def results(self, recorded: Sequence[Item], parts: Sequence[Item]) -> list[Item]:
+        """Return one message with all results."""
+        rest = [part for item in recorded for part in _parts(item) if not _field(part, _RESULT)]
+        return [{"role": "user", "parts": [*parts, *rest]}] if parts or rest else []
+
+
+class Completions(Form):
+    """Bodies of OpenAI's completions, which have a prompt and no conversation."""
+
+    field = "prompt"
+
+    def items(self, body: Mapping[str, Any]) -> list[Item]:
+        """Return nothing: a prompt has no messages."""
+        del body
+        return []
+
+    def check(self, body: Mapping[str, Any]) -> None:
+        """Accept any prompt: the route checks it."""
+
+    def body(self, body: Mapping[str, Any], items: Sequence[Item]) -> dict[str, Any]:
+        """Return a body to submit. Raises `InvalidRequest` for several prompts."""
+        del items
+        prompt = body.get(self.field)
+        if isinstance(prompt, list) and any(isinstance(each, list | str) for each in prompt):
+            raise InvalidRequest("a request with several prompts cannot be changed", param="change")
+        return {**super().body(body, ()), self.field: prompt}
+
+    def with_system(self, body: dict[str, Any], text: str) -> dict[str, Any]:
+        """Raise `InvalidRequest`."""
+        del body, text
+        raise InvalidRequest("--system: completions have no system prompt", param="system")
+
+    def answer(self, whole: Mapping[str, Any]) -> list[Item]:
+        """Return nothing: no request continues a completion."""
+        del whole
+        return []
+
+
+_RESULT = "functionResponse"
+_SNAKE = {_RESULT: "function_response", "functionCall": "function_call"}
+
+
+def _field(part: Item, name: str) -> dict[str, Any]:
+    """Return an object in a part of Gemini's, or an empty one."""
+    found = part.get(name) or part.get(_SNAKE[name])
+    return found if isinstance(found, dict) else {}
+
+
+def _parts(item: Item) -> list[Item]:
+    return [each for each in item.get("parts") or () if isinstance(each, dict)]
+
+
+def token_id_fields(body: Mapping[str, Any]) -> list[str]:
+    """Return the fields of a body that have token ids, which mean other texts to another model."""
+    found = [name for name in TOKEN_IDS if body.get(name)]
+    return [*found, "prompt"] if isinstance(body.get("prompt"), list) else found
+
+
 def bare(value: object) -> object:
     """Return a value without fields that are not part of its content."""
     if isinstance(value, Mapping):
@@ -306,5 +438,14 @@ FORMS: Mapping[str, Form] = {
     "/v1/messages": Messages(),
     "/v1/responses": Responses(),
     "/api/chat": Ollama(),
+    "/v1/completions": Completions(),
+    "/v1beta/models/{model:path}:generateContent": Gemini(),
 }
 """Forms by the path of their route."""
+
+_GEMINI = re.compile(r"(/v1beta/models/).+:(?:g|streamG)(enerateContent)")
+
+
+def route_of(path: str) -> str:
+    """Return the path of the route that answers a request, without streaming."""
+    return _GEMINI.sub(r"\1{model:path}:g\2", path)

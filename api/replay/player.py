@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from ...core.errors import ForetokenError
+from ...core.errors import ForetokenError, InvalidRequest
 from ..certify.records import RecordedRequest
 from ..dialects import open_dialects
 from ..runtime.chat import ChatAnswer
@@ -32,7 +32,7 @@ from ..types.results import TextDelta
 from .changes import Changes
 from .client import ReplayChat, ReplayClient, Taking, seed_of
 from .conversation import Answered, Conversation
-from .forms import Call, Item
+from .forms import Call, Item, route_of, token_id_fields
 from .outcome import CallLine, Outcome, Played, Side, first_difference, sides, sides_by_text
 from .sessions import Turn
 from .tools import ToolCommand
@@ -273,6 +273,9 @@ class Player:
         seconds = time.perf_counter() - began
         answer = self._answer(turn, whole, taking, is_new=is_new)
         answer.played.num_items, answer.played.seconds = len(items), seconds
+        if taking.other_model and (names := token_id_fields(body)):
+            note = f"token ids of the recorded model are used as they are: {', '.join(names)}"
+            answer.played.notes.append(note)
         self._last_id = answer.id
         self._outcome.turns.append(answer.played)
         return answer
@@ -290,10 +293,15 @@ class Player:
     async def _submit(
         self, path: str, body: dict[str, Any], taking: Taking, name: str
     ) -> Mapping[str, Any]:
-        dialect = self._dialects[path]
+        dialect = self._dialects[route_of(path)]
+        try:
+            data = msgspec.json.encode(body)
+        except UnicodeEncodeError:  # surrogates from the command line
+            message = f"{name}: a changed text is not valid Unicode"
+            raise InvalidRequest(message, param="change") from None
         self._llm.taking = taking
         try:
-            reply = await dialect.submit(dialect.decode(msgspec.json.encode(body)))
+            reply = await dialect.submit(dialect.decode(data))
             try:
                 whole = msgspec.to_builtins(await reply.whole())
             finally:

@@ -11,8 +11,8 @@ import msgspec
 from msgspec import Struct
 
 from ...core.errors import ForetokenError, InvalidRequest
-from ..certify.records import RecordedRequest, files_in
-from .forms import FORMS, Form, Item, bare, canonical
+from ..certify.records import RecordedRequest, files_in, read_record
+from .forms import FORMS, Form, Item, bare, canonical, route_of
 from .outcome import printable
 
 T = TypeVar("T")
@@ -65,7 +65,7 @@ class Turn:
     @property
     def form(self) -> Form | None:
         """The form of the conversation in the body; None if it has none."""
-        return None if self.body is None else FORMS.get(self.path)
+        return None if self.body is None else FORMS.get(route_of(self.path))
 
     @property
     def items(self) -> list[Item]:
@@ -118,6 +118,9 @@ class _Head(Struct):
         return "" if self.asked is None else self.asked.session
 
 
+_head = msgspec.json.Decoder(_Head).decode
+
+
 def find_session(name: str, place: Path) -> tuple[Session, Turn | None]:
     """Return the session with this id, or the session of the request with this id.
 
@@ -128,7 +131,7 @@ def find_session(name: str, place: Path) -> tuple[Session, Turn | None]:
     names = name, f"{name}-0"  # each of several choices has the id with its number
     with_session, with_request = list[Path](), None
     for file in files_in(place):
-        for head in _read(file, _Head, skips_torn=True):
+        for head in _read(file, _head, skips_torn=True):
             if head.session == name and file not in with_session:
                 with_session.append(file)
             elif head.id in names:
@@ -200,7 +203,7 @@ def _number(session: Session) -> None:
 def _turns(file: Path, is_wanted: Callable[[_Head], bool]) -> list[Turn]:
     """Return the turns of the wanted records of a file, in the order of arrival."""
     by_http: dict[str, Turn] = {}
-    for record in _read(file, RecordedRequest, is_wanted):
+    for record in _read(file, read_record, is_wanted):
         http = record.id if record.asked is None else record.asked.http
         by_http.setdefault(http, Turn([])).records.append(record)
     turns = sorted(by_http.values(), key=lambda turn: turn.at)
@@ -211,7 +214,7 @@ def _turns(file: Path, is_wanted: Callable[[_Head], bool]) -> list[Turn]:
 
 def _read(
     file: Path,
-    kind: type[T],
+    decode: Callable[[bytes], T],
     is_wanted: Callable[[_Head], bool] | None = None,
     *,
     skips_torn: bool = False,
@@ -220,16 +223,15 @@ def _read(
 
     ``skips_torn``: leave out a wrong line in which the file ends.
     """
-    decode, decode_head = msgspec.json.Decoder(kind).decode, msgspec.json.Decoder(_Head).decode
     try:
         with file.open("rb") as opened:
             for number, line in enumerate(opened, 1):
                 if line.isspace():
                     continue
                 try:
-                    if is_wanted is None or is_wanted(decode_head(line)):
+                    if is_wanted is None or is_wanted(_head(line)):
                         yield decode(line)
-                except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                     if skips_torn and not line.endswith(b"\n"):
                         return
                     torn = "" if line.endswith(b"\n") else "; the file ends inside the line"
@@ -255,7 +257,7 @@ def _connect(turns: Sequence[Turn]) -> None:
     for turn in turns:
         if turn.form is not None and turn.body is not None:
             first = canonical(turn.form.first_user(turn.items))
-            alike = begun.setdefault((turn.session, turn.path, first), [])
+            alike = begun.setdefault((turn.session, route_of(turn.path), first), [])
             if (previous := turn.body.get("previous_response_id")) is not None:
                 turn.parent = by_id.get(str(previous))
             else:

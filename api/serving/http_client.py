@@ -8,6 +8,7 @@ import os
 import re
 import ssl
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import aclosing
 from http import HTTPStatus
 from typing import Any
 from urllib.parse import quote, urlsplit
@@ -26,21 +27,32 @@ class HttpServer:
     ``url``: the address without a user name and a password, which are not used.
     """
 
-    def __init__(self, url: str, key: str | None = None) -> None:
-        """Raise `ForetokenError` if the address is invalid."""
+    def __init__(self, url: str, key: str | None = None, *, seconds: float | None = None) -> None:
+        """Raise `ForetokenError` if the address is invalid.
+
+        ``seconds``: limit of time for a whole response of `json`; None: no limit.
+        """
         self.url = without_credentials(checked(url))
-        self._key = key
+        self._key, self._seconds = key, seconds
 
     async def json(self, method: str, path: str, body: object = None) -> Any:  # noqa: ANN401
         """Return the JSON value of a response; None if it has another form.
 
-        Raises `ForetokenError`, like `pieces`.
+        Raises `ForetokenError`, like `pieces`, and after the limit of time.
         """
         data = b"" if body is None else json.dumps(body).encode()
-        answer = b"".join([piece async for piece in self.pieces(method, path, data)])
+        try:
+            async with (
+                asyncio.timeout(self._seconds),
+                aclosing(self.pieces(method, path, data)) as pieces,
+            ):
+                answer = b"".join([piece async for piece in pieces])
+        except TimeoutError:
+            limit = self._seconds or 0.0
+            raise ForetokenError(f"{self.url} did not answer within {limit:g} s") from None
         try:
             return json.loads(answer)
-        except ValueError:
+        except (ValueError, RecursionError):
             return None
 
     async def models(self) -> list[dict[str, Any]]:

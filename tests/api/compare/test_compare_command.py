@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -134,6 +135,92 @@ def test_an_answer_that_fails_is_one_line_and_no_file(
     assert err.splitlines()[-1].startswith("foretoken: A, task ")
     assert err.endswith(": no such route here\n")
     assert not out.exists()
+
+
+class Odd(Foreign):
+    """A server that answers with ``data``, or never if it is None, except for its models."""
+
+    data: bytes | None
+    is_odd_at_once = False  # whether its models are answered so, too
+    ends = threading.Event()
+
+    def do_GET(self) -> None:
+        if self.is_odd_at_once:
+            self.do_POST()
+        else:
+            super().do_GET()
+
+    def do_POST(self) -> None:
+        if self.data is None:
+            self.ends.wait(60)
+            return
+        self.send_response(200)
+        self.send_header("content-length", str(len(self.data)))
+        self.end_headers()
+        self.wfile.write(self.data)
+
+    def finish(self) -> None:
+        """End a connection that the client may have closed."""
+        with suppress(OSError):
+            super().finish()
+
+
+@pytest.fixture
+def odd() -> Iterator[str]:
+    Odd.ends.clear()
+    with ThreadingHTTPServer(("127.0.0.1", 0), Odd) as server:
+        server.daemon_threads = True
+        server.handle_error = lambda *_: None  # type: ignore[method-assign]
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        Odd.ends.set()
+        server.shutdown()
+
+
+@pytest.mark.parametrize("is_odd_at_once", [True, False])
+@pytest.mark.parametrize("data", [None, b"<html>", b"[" * 100_000, b"null", b'{"choices": [1]}'])
+def test_servers_that_hang_or_answer_otherwise_are_one_line_and_no_file(
+    capsys: Shown, tasks: Path, tmp_path: Path, odd: str, data: bytes | None, is_odd_at_once: bool
+) -> None:
+    Odd.data, Odd.is_odd_at_once = data, is_odd_at_once
+    out = tmp_path / "out.json"
+    words = (odd, odd, "--json", str(out), "--max-tokens", "8", "--server-seconds", "0.2")
+    status, lines, err = compared(capsys, tasks, *words)
+    assert (status, lines) == (1, [])
+    assert f"{odd} did not " in err
+    assert err.count("\n") == 1
+    assert [each.name for each in tmp_path.iterdir()] == ["tasks.jsonl"]
+
+
+@pytest.mark.parametrize("data", [None, b"<html>", b'{"answers": [{"probability": NaN}]}'])
+def test_a_judge_that_hangs_or_answers_otherwise_ends_the_comparison(
+    capsys: Shown, tasks: Path, odd: str, data: bytes | None
+) -> None:
+    Odd.data, Odd.is_odd_at_once = data, False
+    tasks.write_text(tasks.read_text().replace('"regex"', '"judge"'))
+    flags = ("--judge", odd, "--server-seconds", "0.2")
+    status, lines, err = compared(capsys, tasks, "base", "base", *FLAGS, *SAMPLING, *flags)
+    assert (status, lines) == (1, [])
+    assert "6 tasks in a row have no score: " in err
+    assert f"{odd} did not answer " in err
+
+
+def test_a_task_whose_pattern_never_ends_is_left_out(
+    capsys: Shown, tasks: Path, tmp_path: Path
+) -> None:
+    """The pattern takes time without end for each answer that is not empty."""
+    lines = [json.loads(line) for line in tasks.read_text().splitlines()]
+    endless = {**lines[0], "expected": r"(?s)(.*.*.*.*.*.*.*.*)*\Zx", "id": "endless"}
+    tasks.write_text("\n".join(map(json.dumps, [endless, *lines])))
+    out = tmp_path / "out.json"
+    flags = ("--scorer-seconds", "1", "--json", str(out))
+    status, shown, err = compared(capsys, tasks, "base", "base", *FLAGS, *SAMPLING, *flags)
+    assert status == 0, err
+    assert shown[0].endswith("after 6 of 7 tasks")
+    assert "1 tasks left out, whose scorers failed:" in shown
+    (failed,) = json.loads(out.read_text())["failed"]
+    assert failed["task"] == "endless"
+    assert failed["why"].endswith("task 'endless': the scorer regex did not return within 1 s")
 
 
 def test_a_prompt_for_a_server_needs_a_limit_since_servers_have_another_default(

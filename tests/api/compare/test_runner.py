@@ -11,6 +11,7 @@ import pytest
 
 from foretoken.api.compare.answer import Answer
 from foretoken.api.compare.answering import Opened
+from foretoken.api.compare.judging import Judge
 from foretoken.api.compare.report import detail_lines, verdict_line
 from foretoken.api.compare.runner import Found, Plan, run
 from foretoken.api.compare.scorers import Scorers
@@ -130,6 +131,43 @@ def test_an_answer_that_fails_ends_the_run_and_names_the_task() -> None:
         compared(a, b)
     assert len(a.asked) < 5 + 2 * 16
     assert a.cancelled > 0
+
+
+class Failing(Scorers):
+    """Scorers of which those of some tasks fail for the answer "no"."""
+
+    def __init__(self, tasks: list[Task], failing: range) -> None:
+        super().__init__(tasks, "exact", seconds=1, has_judge=False)
+        self._failing = failing
+
+    async def score(self, task: Task, answer: Answer, judge: Judge | None) -> float:
+        if task.id in self._failing and answer.text == "no":
+            raise ForetokenError("the scorer hangs")
+        return await super().score(task, answer, judge)
+
+
+def run_failing(failing: range, num: int = 40) -> Found:
+    tasks = [Task(id=at, prompt="?", expected="right") for at in range(num)]
+    opened = Opened(Told(always), Told(lambda *_: "no"), None)
+    return asyncio.run(run(opened, tasks, Failing(tasks, failing), Plan(stops=False)))
+
+
+def test_tasks_whose_scorers_fail_are_left_out_and_told() -> None:
+    found = run_failing(range(3, 10))
+    assert [each.task for each in found.pairs] == [*range(3), *range(10, 40)]
+    assert [each.task for each in found.failed] == [*range(3, 10)]
+    assert found.failed[0].why == "B, task 3: the scorer hangs"
+    assert verdict_line(found, Plan()).endswith("after 33 of 40 tasks")
+    lines = detail_lines(found, Opened(Told(always), Told(always), None))
+    assert "7 tasks left out, whose scorers failed:" in lines
+    assert lines[-1] == "  and 2 more"
+
+
+@pytest.mark.parametrize(("failing", "num"), [(range(5, 13), 40), (range(3), 3)])
+def test_scorers_that_fail_again_and_again_end_the_run(failing: range, num: int) -> None:
+    line = rf"{len(failing)} tasks in a row have no score: B, task {failing[-1]}: the scorer hangs"
+    with pytest.raises(ForetokenError, match=line):
+        run_failing(failing, num)
 
 
 def test_nothing_runs_on_after_an_answer_that_fails() -> None:

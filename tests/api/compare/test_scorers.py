@@ -123,6 +123,62 @@ def test_an_output_that_stays_open_does_not_stop_the_comparison(
     assert time.monotonic() - began < 10
 
 
+def test_a_pattern_that_backtracks_without_end_is_stopped() -> None:
+    with pytest.raises(ForetokenError, match="the scorer regex did not return within 1 s"):
+        scored("a" * 50 + "b", seconds=1, scorer="regex", expected="(a+)+$")
+
+
+LOGIN = [{"login": {"user": ["ann", "Ann"], "tries": [1, ""], "at": [{"host": ["a", "b"]}]}}]
+AT_A = {"user": "ann", "at": {"host": "a"}}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "score"),
+    [
+        (AT_A, 1.0),
+        ({**AT_A, "user": "Ann", "tries": 1}, 1.0),
+        ({**AT_A, "tries": 2}, 0.0),
+        ({**AT_A, "tries": True}, 0.0),
+        ({**AT_A, "other": 1}, 0.0),
+        ({**AT_A, "at": {"host": "c"}}, 0.0),
+        ({"user": "ann"}, 0.0),
+        ("{", 0.0),
+    ],
+)
+def test_each_argument_of_a_call_has_one_of_its_possible_values(
+    arguments: Any, score: float
+) -> None:
+    call = {"name": "login", "arguments": arguments}
+    assert scored("", calls=[call], scorer="calls", expected=LOGIN) == score
+    assert scored("", calls=[call, call], scorer="calls", expected=LOGIN) == 0.0
+    assert scored("", calls=[{**call, "name": "logout"}], scorer="calls", expected=LOGIN) == 0.0
+
+
+def test_calls_are_expected_in_any_order_each_once() -> None:
+    lines: Any = [{"add": {"word": word, "tags": [["x", "y"]]}} for word in ("one", "two")]
+    calls = [
+        {"name": "add", "arguments": {"word": word, "tags": ["x", "y"]}} for word in ("two", "one")
+    ]
+    assert scored("", calls=calls, scorer="calls", expected=lines) == 1.0
+    assert scored("", calls=calls[:1], scorer="calls", expected=lines) == 0.0
+    assert scored("", calls=calls[:1] * 2, scorer="calls", expected=lines) == 0.0
+
+
+@pytest.mark.parametrize("scorer", ["exact", "regex", "number", "json", "python"])
+def test_an_answer_that_is_no_valid_unicode_is_scored(tmp_path: Path, scorer: str) -> None:
+    own = function(tmp_path, "return 0.0") if scorer == "python" else scorer
+    assert scored('"\ud800', scorer=own, expected="1") == 0.0
+
+
+def test_a_process_that_cannot_start_fails_the_scorer(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def refuse(*_: Any, **__: Any) -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", refuse)
+    with pytest.raises(ForetokenError, match="cannot run: Resource temporarily unavailable"):
+        scored("a", scorer="regex", expected="a")
+
+
 def test_arguments_that_are_no_json_equal_themselves() -> None:
     assert _call("f", '{"x": NaN}') == _call("f", '{"x": NaN}')
     assert _call("f", '{"x": 1}') == {"name": "f", "arguments": {"x": 1}}
@@ -136,6 +192,17 @@ def test_code_has_no_network() -> None:
         port = server.getsockname()[1]
         connects = f"import socket\nsocket.create_connection(('127.0.0.1', {port}), 2)\n"
         assert scored(connects, scorer="pytest", tests="def test_it(): pass") == 0.0
+
+
+def test_the_number_of_processes_has_a_limit(tmp_path: Path) -> None:
+    """Skipped for root, whom Linux does not limit, and without a namespace of processes."""
+    if os.geteuid() == 0 or os.system("unshare --user --pid --fork true 2>/dev/null") != 0:
+        pytest.skip("root, or no user namespaces")
+    if int(os.uname().release.split(".")[0]) < 6:
+        pytest.skip("Linux counts all processes of a user")
+    forks = "import os, time\n    while True: os.fork() or time.sleep(60)"
+    with pytest.raises(ForetokenError, match="failed: BlockingIOError"):
+        scored("yes", seconds=20, scorer=function(tmp_path, forks))
 
 
 def function(tmp_path: Path, body: str) -> str:
@@ -165,6 +232,8 @@ def test_a_function_scores(tmp_path: Path, body: str, score: float) -> None:
         ("return float('nan')", "must return a number from 0 to 1, not NaN"),
         ("return None", "failed: TypeError"),
         ("while True: pass", "did not return within 1 s"),
+        ("print('x' * 2**20); raise SystemExit(3)", "failed: x{200}$"),
+        (r"print('\x1b[31mred'); raise SystemExit(3)", r"failed: \[31mred$"),
     ],
 )
 def test_a_function_that_fails_is_told(tmp_path: Path, body: str, why: str) -> None:
@@ -180,7 +249,12 @@ def test_a_function_that_fails_is_told(tmp_path: Path, body: str, why: str) -> N
         ({}, "the scorer exact needs expected"),
         ({"scorer": "number", "expected": "many"}, "needs a number in expected, not 'many'"),
         ({"scorer": "regex", "expected": "("}, "not a regular expression"),
+        ({"scorer": "number", "expected": "sNaN"}, "needs a number in expected, not 'sNaN'"),
         ({"scorer": "regex", "expected": 3}, "not a regular expression"),
+        ({"scorer": "regex", "expected": "(" * 100_000}, "not a regular expression"),
+        ({"scorer": "regex", "expected": "a{99999999999}"}, "not a regular expression"),
+        ({"scorer": "calls", "expected": {"f": {}}}, "needs a list of {name: arguments}"),
+        ({"scorer": "calls", "expected": [{"f": {}, "g": {}}]}, "needs a list of {name: argum"),
         ({"scorer": "pytest"}, "the scorer pytest needs tests"),
         ({"scorer": "judge"}, "needs --judge"),
         ({"scorer": "python:score"}, "is not python:FILE:FUNCTION"),

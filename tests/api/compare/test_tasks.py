@@ -46,6 +46,7 @@ def test_seeds_depend_on_the_task_and_not_on_its_place() -> None:
         ({"prompt": "a", "expects": 1}, "unknown field `expects`"),
         ({"prompt": "a", "messages": MESSAGES}, "has either messages or a prompt"),
         ({"expected": 1}, "has either messages or a prompt"),
+        ({"messages": []}, "has either messages or a prompt"),
         ({"messages": [{"content": "x"}]}, r"messages\[0\]"),
         ({"prompt": "a", "id": "one"}, "a task before has the id 'one'"),
     ],
@@ -61,3 +62,10 @@ def test_a_file_without_tasks_or_no_file_is_refused(tmp_path: Path) -> None:
         read_tasks(written(tmp_path, "", " "), 0)
     with pytest.raises(InvalidRequest, match="No such file"):
         read_tasks(tmp_path / "absent", 0)
+
+
+def test_a_mark_of_the_byte_order_is_no_part_of_the_first_task(tmp_path: Path) -> None:
+    """Editors of Windows write it."""
+    file = tmp_path / "tasks.jsonl"
+    file.write_bytes(b"\xef\xbb\xbf" + json.dumps({"prompt": "a", "expected": 1}).encode())
+    assert [each.prompt for each in read_tasks(file, 0).tasks] == ["a"]

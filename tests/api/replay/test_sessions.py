@@ -21,6 +21,7 @@ from foretoken.api.cli.commands import main
 from foretoken.api.replay import player
 from foretoken.api.replay.player import Player
 from foretoken.core.errors import InvalidRequest
+from support.image_folders import write_image_folder
 from support.server_process import running
 
 CITIES = ["Rome", "Oslo", "Bern", "Lima"]
@@ -99,12 +100,37 @@ def ollama(url: str) -> None:
         messages.append({"role": "user", "content": "another one"})
 
 
+def gemini(url: str) -> None:
+    """A call with its result, then words, in Gemini's form."""
+    contents: list[dict[str, Any]] = [{"parts": [{"text": "weather?"}]}]
+    tools = [{"functionDeclarations": [{"name": "weather", "parameters": SCHEMA}]}]
+    for mode, method in (("ANY", "generateContent"), ("NONE", "streamGenerateContent?alt=sse")):
+        config = {"functionCallingConfig": {"mode": mode}}
+        body = {"contents": contents, "tools": tools, "toolConfig": config, "cacheSalt": "gemini"}
+        body |= {"generationConfig": {"maxOutputTokens": 48}}
+        path = f"{url}/v1beta/models/foretoken-builtin:{method}"
+        if mode == "NONE":
+            data = json.dumps(body).encode()
+            request = urllib.request.Request(path, data, {"content-type": "application/json"})
+            urllib.request.urlopen(request, timeout=60).read()
+            break
+        content = post(path, body)["candidates"][0]["content"]
+        call = content["parts"][0]["functionCall"]
+        result = {"name": call["name"], "id": call["id"], "response": {"result": "mist"}}
+        contents += [content, {"role": "user", "parts": [{"functionResponse": result}]}]
+
+
+def completion(url: str) -> None:
+    body = {"prompt": "def f(", "max_tokens": 8, "cache_salt": "completion"}
+    post(f"{url}/v1/completions", body, **{"x-session-id": "completion"})
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The records of all sessions."""
     folder = tmp_path_factory.mktemp("records")
     with running(["--record-requests", str(folder), "--no-ui", *FLAGS]) as server:
-        for session in (chat, anthropic, responses, ollama):
+        for session in (chat, anthropic, responses, ollama, gemini, completion):
             session(server.url)
         assert server.stop() == 0
     return folder
@@ -129,7 +155,7 @@ def records(folder: Path) -> list[dict[str, Any]]:
 
 
 def of_path(folder: Path, path: str) -> list[dict[str, Any]]:
-    found = [each for each in records(folder) if each["asked"]["path"] == path]
+    found = [each for each in records(folder) if each["asked"]["path"].startswith(path)]
     return sorted(found, key=lambda each: each["asked"]["at"])
 
 
@@ -141,8 +167,11 @@ def generated(out: str) -> int:
 
 @pytest.mark.parametrize(
     ("path", "count"),
-    [("/v1/chat/completions", 4), ("/v1/messages", 2), ("/v1/responses", 3), ("/api/chat", 2)],
-)
+    [
+        ("/v1/chat/completions", 4), ("/v1/messages", 2), ("/v1/responses", 3), ("/api/chat", 2),
+        ("/v1/completions", 1), ("/v1beta/", 2),
+    ],
+)  # fmt: skip
 def test_all_turns_of_a_session_are_equal_and_none_is_generated(
     path: str, count: int, folder: Path, replay: Run
 ) -> None:
@@ -231,6 +260,24 @@ def test_another_model_replaces_the_answers_even_if_the_recorded_model_is_not_he
     assert "turn 2" not in out
 
 
+def test_a_model_with_another_tokenizer_is_compared_by_its_text(
+    folder: Path, replay: Run, tmp_path: Path
+) -> None:
+    """Its answers are no drafts of the recorded tokens, and token ids in a body are named."""
+    write_image_folder(other := tmp_path / "other")
+    (record,) = of_path(folder, "/v1/completions")
+    status, out, _ = replay("completion", "--model", str(other))
+    assert status == 0, out
+    assert re.search(r"turn 1: another answer from token \d+ on \(\d+ tokens, 0 of them rec", out)
+    assert "token ids" not in out
+    record["asked"]["body"] |= {"prompt": [5, 6], "logit_bias": {"7": 1}}
+    file = tmp_path / "ids.jsonl"
+    file.write_text(json.dumps(record) + "\n")
+    status, out, _ = replay(str(file), "--model", str(other), requests=None)
+    assert status == 0, out
+    assert "token ids of the recorded model are used as they are: logit_bias, prompt" in out
+
+
 def test_a_turn_that_is_refused_is_no_success(replay: Run) -> None:
     status, out, _ = replay("chat", "--change", "turns[2].tools:=5")
     assert status == 1
@@ -257,7 +304,7 @@ def test_an_answer_without_a_body_is_not_changed_in_silence(
     file.write_bytes(msgspec.json.encode(record))
     status, _, err = replay(record.id, "--sampling", "temperature=0", requests=file)
     assert status == 2
-    assert "cannot be changed" in err
+    assert "can be verified, but not changed" in err
 
 
 def test_another_call_is_asked_of_the_tool(folder: Path, replay: Run, tmp_path: Path) -> None:
@@ -297,7 +344,7 @@ def test_results_of_equal_calls_are_the_recorded_or_the_changed_ones(
     assert "result 1 = hail" in page.read_text("utf-8")
 
 
-@pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses", "/api/chat"])
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses", "/api/chat", "/v1beta/"])
 def test_sessions_of_other_apis_are_changed(path: str, folder: Path, replay: Run) -> None:
     last = of_path(folder, path)[-1]
     status, out, _ = replay(last["id"], "--sampling", "temperature=0", "--tools", "echo sleet")
@@ -305,6 +352,64 @@ def test_sessions_of_other_apis_are_changed(path: str, folder: Path, replay: Run
     count = len(of_path(folder, path))
     assert f"turn {count}: " in out
     assert "was refused" not in out
+
+
+def test_a_changed_result_of_gemini_changes_the_turn_behind_it(folder: Path, replay: Run) -> None:
+    name = of_path(folder, "/v1beta/")[-1]["id"]
+    status, out, _ = replay(name, "--session", "--tool-result", "1=a poem, def f(x)")
+    assert status == 0, out
+    assert "1 turn before the change verified; 1 turn after it" in out
+    change = "contents[2].parts[0].functionResponse.response.result=a poem, def f(x)"
+    assert replay(name, "--session", "--change", change)[1].count("verified; 1 turn") == 1
+
+
+def test_a_completion_is_changed_to_what_the_server_gives(
+    folder: Path, replay: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page, (recorded,) = tmp_path / "page.html", of_path(folder, "/v1/completions")
+    status, out, _ = replay("completion", "--change", "prompt=class A", "--html", str(page))
+    assert status == 0, out
+    with running(["--no-ui", *FLAGS]) as server:
+        body = {**recorded["asked"]["body"], "prompt": "class A", "seed": recorded["seed"]}
+        text = post(f"{server.url}/v1/completions", body)["choices"][0]["text"]
+    assert text in html.unescape(re.sub("<[^>]+>", "", page.read_text("utf-8")))
+    status, _, err = replay("completion", "--system", str(page))
+    assert (status, err) == (2, "foretoken replay: --system: completions have no system prompt\n")
+    status, _, err = replay("completion", "--change", 'prompt:=["a", "b"]')
+    assert (status, "several prompts" in err) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("version", "named"), [(1, None), (2, "version 2"), ("2", "Expected `int")]
+)
+def test_a_record_of_a_newer_version_is_refused(
+    version: Any, named: str | None, folder: Path, replay: Run, tmp_path: Path
+) -> None:
+    (record,) = of_path(folder, "/v1/completions")
+    assert record["v"] == 1
+    file = tmp_path / "newer.jsonl"
+    newer = record | {"v": version} | ({} if named is None else {"tokens": {"other": "form"}})
+    file.write_text(json.dumps(newer))
+    for words in ((str(file), "--session"), (record["id"], "--requests", str(file))):
+        status, out, err = replay(*words, requests=None)
+        if named is None:
+            assert status == 0, out + err
+        else:
+            assert (status, named in err) == (1, True), err
+            assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("params", [{"temprature": 1}, {"logit_bias": {"x": 1}}, {"top_p": 7}])
+@pytest.mark.parametrize("name", [["--session"], []])
+def test_a_record_with_invalid_parameters_is_named(
+    params: Any, name: list[str], folder: Path, replay: Run, tmp_path: Path
+) -> None:
+    (record,) = of_path(folder, "/v1/completions")
+    file = tmp_path / "wrong.jsonl"
+    file.write_text(json.dumps(record | {"params": params}) + "\n")
+    status, _, err = replay(record["id"], *name, requests=file)
+    assert status == 1
+    assert f"{record['id']} was recorded with invalid parameters: " in err
 
 
 def test_responses_that_continue_by_id_are_verified_up_to_the_change(replay: Run) -> None:
@@ -358,6 +463,12 @@ def test_another_system_prompt_is_used_in_every_turn(replay: Run, tmp_path: Path
         (["--change", "[1].content=x"], "does not begin with a name"),
         (["--change", "turns[9].messages[1].content=x"], "has turns 1 to 4"),
         (["--change", "messages[1].content:=x"], "not JSON"),
+        (["--change", "max_tokens:=NaN"], "not JSON"),
+        (["--change", f"messages[1].content:={'[' * 5_000}"], "not JSON"),
+        (["--change", "messages[-1].content=x"], "'[-1].content' is neither .NAME nor [INDEX]"),
+        (["--change", "messages:=5"], "messages must be a list of objects"),
+        (["--change", "messages[0]=x"], "messages must be a list of objects"),
+        (["--change", "messages[1].content=\udcff"], "turn 1: a changed text is not valid Unicode"),
         (["--change", "messages[1].content"], "PATH=TEXT"),
         (["--sampling", "temprature=0"], "names are temperature"),
         (["--sampling", "temperature=warm"], "'warm' is not a number"),
@@ -412,7 +523,7 @@ def test_sessions_that_are_not_there_are_named(folder: Path, replay: Run, tmp_pa
     whole.write_bytes(b"".join(each.read_bytes() for each in sorted(folder.glob("*.jsonl"))))
     status, _, err = replay(str(whole), requests=None)
     assert status == 2
-    assert "has 4 sessions" in err
+    assert "has 6 sessions" in err
     assert "chat (4 turns)" in err
 
 
