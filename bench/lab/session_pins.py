@@ -151,8 +151,8 @@ class Policy:
 
     def make(self, num_pages: int, simulation: Simulation) -> PrefixCache:  # noqa: ARG002
         """Return a prefix cache of ``num_pages`` pages."""
-        options = {"session_ttl": self.session_ttl, "pin_quota": self.pin_quota}
-        return PrefixCache(num_pages, PAGE_SIZE, **options)
+        ttl, quota = self.session_ttl, self.pin_quota
+        return PrefixCache(num_pages, PAGE_SIZE, session_ttl=ttl, pin_quota=quota)
 
     def end_turn(self, cache: PrefixCache, session: Session, label: str | None) -> None:
         """Inform the cache that a turn has ended.
