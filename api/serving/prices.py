@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from msgspec import UNSET, UnsetType
 
-from ...core.config import parse_object, shown
-from ...core.errors import InvalidRequest
+from ...core.config import parse_object
+from ...core.errors import InvalidRequest, shown
 from ...core.interface.request import Usage
 
 PER = 1_000_000  # number of tokens that a price buys
