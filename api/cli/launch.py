@@ -32,6 +32,9 @@ URL = "http://127.0.0.1:8000"
 NO_MODEL = "MODEL"  # placeholder for --show without a server
 NO_KEY = "none"  # clients require a key, and a server without keys accepts any
 KEY_VARIABLE = "LOCAL_KEY"  # environment variable that Codex reads
+# Codex ends a stream without an event for 5 minutes, and comments are no events. On a CPU the
+# prefill of its first prompt may take longer.
+IDLE_MS = 3_600_000
 MOST_OUTPUT = 32000  # tokens that opencode reserves for an answer
 ENOUGH = 32768  # tokens of context for an agent's first prompts and some turns
 END_SECONDS = 10.0  # time limit for a client or a new server to end
@@ -86,7 +89,7 @@ def _claude(server: Server) -> Started:
 def _codex(server: Server) -> Started:
     provider = (
         f'{{name="foretoken",base_url="{server.url}/v1",wire_api="responses",'
-        f'env_key="{KEY_VARIABLE}"}}'
+        f'env_key="{KEY_VARIABLE}",stream_idle_timeout_ms={IDLE_MS}}}'
     )
     options = ["-c", "model_provider=foretoken", "-c", f"model_providers.foretoken={provider}"]
     if server.context is not None:

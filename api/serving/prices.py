@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from msgspec import UNSET, UnsetType
 
 from ...core.config import parse_object
-from ...core.errors import InvalidRequest
+from ...core.errors import InvalidRequest, shown
 from ...core.interface.request import Usage
 
 PER = 1_000_000  # number of tokens that a price buys
+MAX_PRICE = 1e9  # larger prices would make costs infinite
 DIGITS = 12  # decimal places to which a cost is rounded
 NAMES = ("input", "cached", "write", "output")
 
@@ -39,15 +39,16 @@ class Prices:
         ``cached`` and ``write`` default to the price of input.
 
         Raises `InvalidRequest`, which names the entry, if ``input`` or ``output`` is missing, for
-        unknown names, and for values that are no finite numbers of at least 0.
+        unknown names, and for values that are no numbers from 0 to `MAX_PRICE`.
         """
         table = parse_object("prices", given)
         for name, price in table.items():
             if name not in NAMES:
                 raise _wrong(f"prices: unknown entry {name!r} (known: {', '.join(NAMES)})")
             is_number = isinstance(price, int | float) and not isinstance(price, bool)
-            if not is_number or not 0 <= price < math.inf:
-                raise _wrong(f"prices: {name} must be a number of at least 0, not {price!r}")
+            if not is_number or not 0 <= price <= MAX_PRICE:
+                limits = f"a number from 0 to {MAX_PRICE:.0f}"
+                raise _wrong(f"prices: {name} must be {limits}, not {shown(price)}")
         for name in ("input", "output"):
             if name not in table:
                 raise _wrong(f"prices: {name} is missing")

@@ -200,7 +200,7 @@ class ResumableStreams:
         """Return a reader of a stream's events from number ``start`` on. Raises `ApiError` 404."""
         stream = self._streams.get(name)
         if stream is None or stream.owner != owner_of(salt) or not stream.has(start):
-            message = "no stream can be resumed from this Last-Event-ID (--resume-seconds)"
+            message = "no stream can be resumed from this Last-Event-ID or id (--resume-seconds)"
             raise ApiError(404, message, code="stream_not_found")
         return stream.attach(start)
 

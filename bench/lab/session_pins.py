@@ -28,6 +28,7 @@ from typing import NamedTuple
 
 from ...radix_cache import KVLease, Node, PrefixCache
 from ...radix_cache.eviction import EvictionIndex, NamespaceQuota
+from ...radix_cache.prefix_cache import PIN_QUOTA
 from ..common.report import heading, table, write_json
 from ..load.recording import Request, is_answer, read_recordings
 
@@ -146,10 +147,12 @@ class Policy:
     """A policy without pins: the cache evicts the least recently used pages first."""
 
     session_ttl = 0.0
+    pin_quota = PIN_QUOTA
 
     def make(self, num_pages: int, simulation: Simulation) -> PrefixCache:  # noqa: ARG002
         """Return a prefix cache of ``num_pages`` pages."""
-        return PrefixCache(num_pages, PAGE_SIZE, session_ttl=self.session_ttl)
+        ttl, quota = self.session_ttl, self.pin_quota
+        return PrefixCache(num_pages, PAGE_SIZE, session_ttl=ttl, pin_quota=quota)
 
     def end_turn(self, cache: PrefixCache, session: Session, label: str | None) -> None:
         """Inform the cache that a turn has ended.
@@ -178,6 +181,12 @@ class Fitted(Fixed):
             cache.end_session(session.name)
         else:
             cache.expect(session.name, label or "")
+
+
+class Whole(Fitted):
+    """`Fitted`, where pins may take the whole pool: one order of worth for all waiting sessions."""
+
+    pin_quota = 1.0
 
 
 def _pin(cache: PrefixCache, session: Session) -> None:
@@ -218,6 +227,7 @@ class _Foreseen(EvictionIndex):
 
 POLICIES: dict[str, Callable[[], Policy]] = {
     "oracle": Oracle, "last use": Policy, "fixed pins": Fixed, "fitted pins": Fitted,
+    "fitted pins, whole pool": Whole,
 }  # fmt: skip
 
 

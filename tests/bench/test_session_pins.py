@@ -53,7 +53,7 @@ def test_fitted_pins_save_seven_eighths_of_what_the_oracle_saves(shapes, share, 
     saved = {name: simulated(shapes, name, num_pages, seed=seed).num_saved for name in POLICIES}
     assert saved["oracle"] == max(saved.values())
     assert saved["fitted pins"] >= 0.875 * saved["oracle"]
-    assert saved["fitted pins"] > saved["fixed pins"]
+    assert saved["fitted pins, whole pool"] >= saved["fitted pins"] > saved["fixed pins"]
 
 
 def test_the_command_prints_a_row_for_each_mix_and_pool(capsys, tmp_path: Path) -> None:

@@ -163,7 +163,9 @@ def test_what_the_server_uses_of_private_parts_is_there() -> None:
             "pause_writing", "resume_writing", "send_400_response", "timeout_keep_alive_handler",
             "_should_upgrade",
         },
-        WebSocketsSansIOProtocol: {"keepalive_timeout"},
+        WebSocketsSansIOProtocol: {
+            "keepalive_timeout", "send_receive_event_to_app", "handle_parser_exception", "send",
+        },
         RequestResponseCycle: {"run_asgi", "send", "receive"},
         Server: {"capture_signals", "startup", "shutdown"},
         h11.Connection: {"send", "trailing_data", "our_state", "their_state"},

@@ -21,6 +21,7 @@ Lookup = Callable[[str], Item | None]
 """Returns a stored item by its id."""
 
 PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "compaction": "cmp"}
+NAMED_CALLS = ("function", "custom_tool")  # types of calls that have a name
 HOSTED_CALLS = ("web_search_call", "file_search_call", "image_generation_call")
 """Calls that a provider executed and whose results the conversation does not contain."""
 
@@ -143,9 +144,10 @@ class _Messages:
     def _add_call(self, item: Item, path: str) -> None:
         """Append a call. Calls other than function calls are named after their type."""
         kind = (item.type or "").removesuffix("_call")
-        name = item.name or (_needed(item, "name", path) if kind == "function" else kind)
+        name = item.name or (_needed(item, "name", path) if kind in NAMED_CALLS else kind)
         call_id = item.call_id or item.id or f"call_{len(self.messages)}"
-        function = {"name": flat_name(name, item.namespace), "arguments": _arguments(item)}
+        arguments = _arguments(item, path)
+        function = {"name": flat_name(name, item.namespace), "arguments": arguments}
         message = self._open or self._begin(None, path)
         message.tool_calls = message.tool_calls or []
         message.tool_calls.append({"id": call_id, "type": "function", "function": function})
@@ -189,9 +191,11 @@ def _needed(item: Item, name: str, path: str) -> Any:  # noqa: ANN401 - whicheve
     return value
 
 
-def _arguments(item: Item) -> object:
+def _arguments(item: Item, path: str) -> object:
     """Return the arguments of a function call, or the payload of another type of call."""
     if item.type == "custom_tool_call":
+        if not isinstance(item.input, str | None):
+            raise InvalidRequest(f"{path}.input must be a text", param=f"{path}.input")
         return {"input": item.input or ""}
     given = (item.arguments, item.action, item.operation, item.input)
     own = next((each for each in given if each is not None), None)

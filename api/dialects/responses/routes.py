@@ -283,7 +283,8 @@ def _starting_after(request: Request) -> int:
     """Return the number of the last event that the client has; -1 if it has none."""
     given = request.query_params.get("starting_after", "-1")
     if given != "-1" and not (given.isascii() and given.isdecimal() and len(given) < 16):
-        raise InvalidRequest("starting_after must be at least -1", param="starting_after")
+        message = "starting_after must be -1, or a whole number of at most 15 digits"
+        raise InvalidRequest(message, param="starting_after")
     return int(given)
 
 

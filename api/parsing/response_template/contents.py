@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import regex
 
@@ -16,10 +16,13 @@ from ..reading.json_text import CONSTANTS, is_json, object_of, repaired
 from ..reading.offers import Offers, kinds
 from .nested import calls_alone
 
+Pattern: TypeAlias = "regex.Pattern[str]"
 MAX_DEPTH = 32  # maximum depth of a transform, and of parsers inside of parsers
 _PLACEHOLDER = regex.compile(r"\{(\w+(?:\.\w+)*)\}")
 _BARE_KEY = regex.compile(r'"(?:\\.|[^"\\])*+(?:"|\\?\Z)|(?<=[{,])(\s*)(\w+)(\s*):', regex.DOTALL)
 _HELD = "\x01"  # encloses a string's number, which replaces the string for a while
+_RECURSION = regex.compile(r"\(\?(?:R|[-+]?\d|&|P>)")
+MAX_PATTERN_CHARS = 4096
 SECONDS = 0.2  # time limit for the pattern of a field's tags
 
 
@@ -57,14 +60,23 @@ def check_args(content: str, args: Any) -> None:  # noqa: ANN401 - JSON
 
 
 def _check_tags(written: object) -> None:
-    if not isinstance(written, str):
-        raise ValueError("tag_pattern is missing")
-    try:
-        groups = regex.compile(written, regex.DOTALL).groupindex
-    except (regex.error, RecursionError, OverflowError) as error:
-        raise ValueError(f"tag_pattern is not a regular expression: {error}") from None
-    if not {"key", "value"} <= set(groups):
+    if not {"key", "value"} <= set(compiled(written, "tag_pattern").groupindex):
         raise ValueError("tag_pattern needs the groups key and value")
+
+
+def compiled(written: object, where: str) -> Pattern:
+    """Return a compiled pattern, in which ``.`` matches line breaks. Raises ValueError.
+
+    Patterns that call a group or themselves are refused, since such a search may take all memory.
+    """
+    if not isinstance(written, str) or len(written) > MAX_PATTERN_CHARS:
+        raise ValueError(f"{where} must be a text of at most {MAX_PATTERN_CHARS} characters")
+    if _RECURSION.search(written):
+        raise ValueError(f"{where} calls a group, which is not supported")
+    try:
+        return regex.compile(written, regex.DOTALL)
+    except (regex.error, RecursionError, OverflowError) as error:
+        raise ValueError(f"{where} is not a regular expression: {error}") from None
 
 
 def _is_pair(each: object) -> bool:

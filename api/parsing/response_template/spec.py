@@ -9,21 +9,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any, TypeAlias
+from typing import Any
 
 import regex
 
-from .contents import CONTENTS, check_args, check_transform
+from .contents import CONTENTS, Pattern, check_args, check_transform, compiled
 
-MAX_PATTERN_CHARS = 4096
 MAX_FIELDS = 64
+ANCHOR_SECONDS = 0.05  # time limit of the search for the anchor, which blocks the event loop
 _TEMPLATE_KEYS = {"version", "defaults", "fields", "start_anchor", "start_anchor_pattern"}
 _FIELD_KEYS = {
     "open", "open_pattern", "close", "close_pattern", "content", "content_args", "repeats", "join",
     "optional", "transform", "transform_each",
 }  # fmt: skip
 _TEXTS = {"text", "int", "float", "bool"}
-Pattern: TypeAlias = "regex.Pattern[str]"
 
 
 class UnusableTemplate(ValueError):  # noqa: N818 - the checkpoint is wrong, not the program
@@ -95,8 +94,15 @@ class ResponseTemplate:
         return next((field for field in self.fields if field.open is None), None)
 
     def prefix(self, prompt_tail: str) -> str:
-        """Return the end of a prompt that belongs to the answer; "" if the prompt has no anchor."""
-        ends = [found.end() for found in self.anchor.pattern.finditer(prompt_tail)]
+        """Return the end of a prompt that belongs to the answer; "" if the prompt has no anchor.
+
+        "" is also returned if the search takes longer than `ANCHOR_SECONDS`.
+        """
+        try:
+            found = self.anchor.pattern.finditer(prompt_tail, timeout=ANCHOR_SECONDS)
+            ends = [each.end() for each in found]
+        except TimeoutError:
+            return ""
         return prompt_tail[ends[-1] :] if ends else ""
 
 
@@ -173,7 +179,7 @@ def _delimiter(raw: Mapping[str, Any], key: str, where: str) -> Delimiter | None
     if texts is not None and written is not None:
         raise UnusableTemplate(f"{where} has both {key} and {key}_pattern")
     if written is not None:
-        return Delimiter(compiled(written, f"{where}: {key}_pattern"), ())
+        return Delimiter(_pattern(written, f"{where}: {key}_pattern"), ())
     listed = [texts] if isinstance(texts, str) else texts
     if not isinstance(listed, list) or not all(isinstance(e, str) and e for e in listed):
         raise UnusableTemplate(f"{where}: {key} must be a text or a list of texts")
@@ -183,14 +189,12 @@ def _delimiter(raw: Mapping[str, Any], key: str, where: str) -> Delimiter | None
     return Delimiter(regex.compile("|".join(map(regex.escape, literals))), literals)
 
 
-def compiled(written: object, where: str) -> Pattern:
-    """Return a compiled pattern, in which ``.`` matches line breaks. Raises `UnusableTemplate`."""
-    if not isinstance(written, str) or len(written) > MAX_PATTERN_CHARS:
-        raise UnusableTemplate(f"{where} must be a text of at most {MAX_PATTERN_CHARS} characters")
+def _pattern(written: object, where: str) -> Pattern:
+    """Return the compiled pattern of a delimiter. Raises `UnusableTemplate`."""
     try:
-        found = regex.compile(written, regex.DOTALL)
-    except (regex.error, RecursionError, OverflowError) as error:
-        raise UnusableTemplate(f"{where} is not a regular expression: {error}") from None
+        found = compiled(written, where)
+    except ValueError as error:
+        raise UnusableTemplate(str(error)) from None
     if found.fullmatch(""):
         raise UnusableTemplate(f"{where} matches the empty text")
     return found

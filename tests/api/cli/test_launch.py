@@ -67,6 +67,7 @@ def test_codex_gets_a_provider(home, server):
     assert "-m\ntiny/model\n" in args
     assert f"model_context_window={context(server)}\n" in args
     assert f'base_url="{server.url}/v1",wire_api="responses"' in args
+    assert "stream_idle_timeout_ms=3600000}" in args
     assert args.endswith("exec\n")
     assert variables(home)["LOCAL_KEY"] == "none"
 

@@ -326,6 +326,13 @@ def test_the_end_of_the_prompt_belongs_to_the_answer():
     )
 
 
+def test_a_slow_anchor_is_given_up():
+    """Without the limit this search would take years."""
+    spec = {key: each for key, each in JSON.items() if key != "start_anchor"}
+    found = of({**spec, "start_anchor_pattern": "(a|aa)+b"}, "hm</think>Hi", tail="a" * 80)
+    assert found.words.endswith("Hi")
+
+
 def test_several_regions_of_content_are_joined():
     spec = template(
         {"open": "<c>", "close": "</c>", "content": "json"},
@@ -370,9 +377,17 @@ UNUSABLE = [
     (with_calls(kind=1), "unknown key kind"),
     (with_calls(open_pattern="("), "not a regular expression"),
     (with_calls(open_pattern="x*"), "matches the empty text"),
+    (with_calls(open_pattern="(?R)"), "calls a group"),
+    (with_calls(open_pattern="(?P<name>x|(?&name))"), "calls a group"),
+    (
+        with_calls(
+            content="xml-inline", content_args={"tag_pattern": "<(?P<key>a)(?P<value>b|(?1))>"}
+        ),
+        "tag_pattern calls a group",
+    ),
     (with_calls(open_pattern="x" * 5000), "at most 4096 characters"),
     (with_calls(content="yaml"), "'yaml' is not known"),
-    (with_calls(content="xml-inline"), "tag_pattern is missing"),
+    (with_calls(content="xml-inline"), "tag_pattern must be a text"),
     (with_calls(content="xml-inline", content_args={"tag_pattern": "<(?P<key>a)>"}), "groups key"),
     (with_calls(content_args={"string_delims": ["a"]}), "pairs of texts"),
     (with_calls(transform={"name": "a {content}"}), "mixes a placeholder"),

@@ -119,6 +119,8 @@ IMAGE = {"type": "input_image", "image_url": "data:image/png;base64,AA", "detail
 
 
 BAD = [
+    ([{"type": "custom_tool_call", "call_id": "c", "input": "ls"}], "input[0].name"),
+    ([{"type": "custom_tool_call", "name": "f1", "input": {"a": 1}}], "input[0].input"),
     ([USER, {"role": "user", "content": [IMAGE]}], "input[1].content[0]"),
     ([{"role": "user", "content": [{"type": "input_image"}]}], "input[0].content[0]"),
     (

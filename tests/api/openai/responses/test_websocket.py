@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -302,6 +303,23 @@ def test_a_key_is_needed_where_the_server_has_one(serve: Any) -> None:
     assert answer.status_code == 200
 
 
+def test_no_fault_of_a_client_is_logged_as_an_error(
+    server: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """uvicorn logs an error for each refused handshake, and a traceback for text in a bad form."""
+    caplog.set_level(logging.ERROR, "uvicorn.error")  # the server of tests has silenced it
+    assert refusal(server, "/other")[0] == 404
+    with socket(server) as client:
+        client.connection.protocol.send_text(b"\xff")
+        client.connection.socket.sendall(b"".join(client.connection.protocol.data_to_send()))
+        with pytest.raises(ConnectionClosed) as caught:
+            client.next()
+    assert caught.value.rcvd is not None
+    assert caught.value.rcvd.code == 1007
+    wait_for(server, lambda: not server.llm._answers)
+    assert [each.getMessage() for each in caplog.records if each.name == "uvicorn.error"] == []
+
+
 def test_other_paths_have_no_websocket(server: Any) -> None:
     assert refusal(server, "/v1/chat/completions") == (405, "method_not_allowed")
     assert refusal(server, "/other/v1/responses") == (404, "not_found")
@@ -554,12 +572,11 @@ def test_a_dropped_response_is_resumed_after_an_event(
             events = [each.model_dump() for each in stream]
             whole = [*sdk.responses.retrieve(response_id, stream=True)]
         assert [each.sequence_number for each in whole] == list(range(len(whole)))
-        assert (
-            httpx.get(
-                f"{server.url}/v1/responses/{response_id}?stream=true&starting_after=x"
-            ).json()["error"]["param"]
-            == "starting_after"
-        )
+        for wrong in ("x", 10**16):
+            query = f"stream=true&starting_after={wrong}"
+            answer = httpx.get(f"{server.url}/v1/responses/{response_id}?{query}").json()["error"]
+            assert answer["param"] == "starting_after"
+            assert "at most 15 digits" in answer["message"]
     assert [each["sequence_number"] for each in events] == [
         *range(after + 1, after + 1 + len(events))
     ]
