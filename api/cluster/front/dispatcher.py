@@ -335,7 +335,7 @@ class Dispatcher:
                 now=now,
                 excluded=excluded,
                 is_sent=is_sent,
-                is_ahead=live.request.extras.is_ahead,
+                is_idle_prefill=live.request.extras.is_idle_prefill,
             )
             if choice is not None:
                 return choice

@@ -232,11 +232,11 @@ class Router(Generic[R]):
         excluded: Collection[R] = (),
         cache: CacheOptions = DEFAULT_CACHE,
         is_sent: bool = True,
-        is_ahead: bool = False,
+        is_idle_prefill: bool = False,
     ) -> Choice[R] | None:
         """Return the replica for a request that is sent now, or None if all are excluded.
 
-        If ``is_sent`` is false, the request is not sent now, and no state changes. ``is_ahead``:
+        If ``is_sent`` is false, the request is not sent now, and no state changes. ``is_idle_prefill``:
         the request computes the next pages of a prompt in advance; without a session it belongs
         where the pages before are, by whatever route they came there.
 
@@ -258,7 +258,7 @@ class Router(Generic[R]):
         for seed in keys if cache.read else ():
             _find_pages([each for each in offers if each.replica.seed == seed], keys[seed])
         session = namespace if session is None else session
-        best = self._best(offers, session, is_ahead=is_ahead)
+        best = self._best(offers, session, is_idle_prefill=is_idle_prefill)
         if is_sent:
             best.replica.last_turn = next(self._turns)
         if is_sent and cache.write:
@@ -293,10 +293,12 @@ class Router(Generic[R]):
             request.replica.owed -= request.owed
             request.replica.num_requests -= 1
 
-    def _best(self, offers: list[_Offer[R]], session: str | None, *, is_ahead: bool) -> _Offer[R]:
+    def _best(
+        self, offers: list[_Offer[R]], session: str | None, *, is_idle_prefill: bool
+    ) -> _Offer[R]:
         if self._route is Route.SESSION and session is not None:
             return _of_session(offers, session)
-        if self._route is Route.KV or is_ahead:
+        if self._route is Route.KV or is_idle_prefill:
             return min(offers, key=lambda each: each.rank_by_wait)
         return min(offers, key=lambda each: each.rank_by_owed)
 

@@ -369,12 +369,12 @@ def test_a_prompt_that_is_computed_in_advance_goes_where_its_pages_are(route: Ro
     router, tokens = router_of(A, B, route=route), prompt((1, 320))
     router.stored(B, keys_of(tokens))
     for _ in range(2):
-        found = router.choose(tokens, None, session=None, now=0.0, is_ahead=True)
+        found = router.choose(tokens, None, session=None, now=0.0, is_idle_prefill=True)
         assert found is not None
         assert found.replica == B
     if route is Route.SESSION:  # the next turn will be routed by its session
         session = next(str(n) for n in range(99) if place(router, str(n)) == A)
-        found = router.choose(tokens, None, session=session, now=0.0, is_ahead=True)
+        found = router.choose(tokens, None, session=session, now=0.0, is_idle_prefill=True)
         assert found is not None
         assert found.replica == A
 
