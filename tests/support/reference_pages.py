@@ -133,7 +133,7 @@ an example of each. What routes are for: [routes](routes.md).
 
 def openapi() -> dict[str, Any]:
     """Return `/openapi.json` of a server that has an admin key; it needs no engine."""
-    engine: Any = SimpleNamespace(causes={})
+    engine: Any = SimpleNamespace(causes={}, on_session_end=[])
     service = Service(engine, Settings(admin_keys=("any",)))
     found: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(describe(routes(service))))
     return found
