@@ -181,7 +181,7 @@ async def _newcomers(llm: AsyncLLM, number: int) -> list[dict[str, object]]:
 
 
 async def _begin(llm: AsyncLLM, ids: Sequence[int]) -> IdlePrefill:
-    """Return new idle work that has begun to compute a prompt of these tokens."""
+    """Return idle work that has begun to compute the prompt ``ids``."""
 
     async def render(chat: ChatInput) -> PromptTokens:
         return PromptTokens([*ids, ord(str(chat.messages[-1]["content"]))])
