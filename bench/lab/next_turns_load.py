@@ -32,7 +32,7 @@ from ..common.report import heading, table, write_json
 from .next_turns import Talk
 from .servers import words
 
-TOKENS = 64  # of an answer of a stream
+TOKENS = 64  # number of tokens in the answer of a stream
 PROMPT = 16  # tokens of a stream's prompt
 PAUSE = 0.7  # seconds between two answers of a stream
 TOOL = 1.0  # seconds between two turns of the agent
@@ -150,7 +150,7 @@ def _row(is_on: bool, windows: Sequence[Times]) -> dict[str, object]:
 
 
 async def _newcomers(llm: AsyncLLM, number: int) -> list[dict[str, object]]:
-    """Return the rows of requests that arrive during idle work, and while there is none."""
+    """Return the rows of newcomers, during idle work and without it."""
     rng = random.Random(0)
     found: dict[bool, list[float]] = {False: [], True: []}
     limits: list[float] = []
@@ -159,7 +159,7 @@ async def _newcomers(llm: AsyncLLM, number: int) -> list[dict[str, object]]:
         ids = [rng.randrange(500, 4000) for _ in range(WORK)]
         idle = await _begin(llm, ids) if is_busy else None
         await asyncio.sleep(rng.uniform(0.3, 0.6))
-        if idle is not None and sum(idle.ends.values()):
+        if idle is not None and any(idle.ends.values()):
             continue  # the idle work has ended before the newcomer
         began = time.perf_counter()
         params = SamplingParams(max_tokens=1, speculation="off", cache_salt=str(index))
@@ -181,7 +181,7 @@ async def _newcomers(llm: AsyncLLM, number: int) -> list[dict[str, object]]:
 
 
 async def _begin(llm: AsyncLLM, ids: Sequence[int]) -> IdlePrefill:
-    """Begin to compute a prompt of these tokens in idle time."""
+    """Return idle work that has begun to compute the prompt ``ids``."""
 
     async def render(chat: ChatInput) -> PromptTokens:
         return PromptTokens([*ids, ord(str(chat.messages[-1]["content"]))])
