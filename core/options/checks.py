@@ -45,7 +45,7 @@ class Bounds:
         names = [bound.name for bound in bounds]
         self._bounds = bounds
         self._read = attrgetter(*names)
-        self._defaults: dict[type, tuple[object, ...]] = {}  # of the fields, by class
+        self._defaults: dict[type, tuple[object, ...]] = {}  # by class
 
     def check(self, params: object) -> None:
         """Raise `InvalidRequest` for a field outside its range; defaults are not checked."""

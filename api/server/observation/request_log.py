@@ -48,7 +48,8 @@ class RequestLog:
         counts: Counts,
         *,
         log: Callable[[RequestContext, float], None] | None = None,  # gets the duration in seconds
-        span: Callable[[RequestContext], AbstractContextManager[None]] | None = None,  # of traces
+        span: Callable[[RequestContext], AbstractContextManager[None]]
+        | None = None,  # opens a trace
     ) -> None:
         self.app = app
         self._counts, self._log, self._span = counts, log, span
