@@ -1,7 +1,7 @@
 """StepPlan: a step for the model thread to compute.
 
 While a step runs, the event loop changes no request, so a plan may refer to the request's own
-``tokens`` and page table instead of copying them; the model thread only reads them. Each step makes
+``tokens`` and page table instead of copying them; the runner only reads them. Each step makes
 several such objects for each request. They are msgspec structs, because a dataclass takes several
 times as long to construct and is tracked by the garbage collector.
 """
@@ -51,6 +51,10 @@ class ScheduledExtras(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     branches: Branches | None = None  # branches at the end of the prompt
     num_packed_away: int = 0  # number of tokens before ``start`` whose KV was dropped by packing
     pack: KvPack | None = None  # packing to do before the step
+
+    def delays_launch(self, start: int) -> bool:
+        """Whether KV is packed or an image is encoded before the row at position ``start``."""
+        return self.pack is not None or any(start < sum(each.runs[-1]) for each in self.images)
 
 
 PLAIN = ScheduledExtras()
@@ -117,14 +121,18 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     @property
     def is_short(self) -> bool:
-        """Whether a device is given the step by one short call, which never waits for the device.
+        """Whether a device is given the step by one short call, which does not wait for the device.
 
-        Every request decodes one token without token history, and no proposer drafts.
+        Every request computes one token without token history. No proposer drafts, no KV is packed,
+        and no image is encoded.
         """
         for scheduled in self.requests:
             is_decode = scheduled.stop - scheduled.start == 1
             is_asked = scheduled.draft_plan.max_draft > 0  # the proposer
             if not is_decode or is_asked or scheduled.sampling.needs_history:
+                return False
+            extras = scheduled.extras
+            if extras is not PLAIN and extras.delays_launch(scheduled.start):
                 return False
         return True
 

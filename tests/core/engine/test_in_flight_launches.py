@@ -15,8 +15,10 @@ from foretoken.api.types.sampling_params import SamplingParams
 from foretoken.core.engine.model_thread import ModelThread
 from foretoken.core.engine.step_executor import InFlightStep, is_launched_at_once
 from foretoken.core.interface.draft import Draft, DraftPlan
+from foretoken.core.interface.extras.images import PromptImage
+from foretoken.core.interface.extras.packing import KvPack
 from foretoken.core.interface.output import StepOutput
-from foretoken.core.interface.plan import ScheduledRequest, StepPlan
+from foretoken.core.interface.plan import ScheduledExtras, ScheduledRequest, StepPlan
 from foretoken.core.interface.protocols import OnKernelsStarted, Pending, ignore_kernels
 from foretoken.core.interface.sampling import SamplingMetadata
 from support.in_flight_fakes import (
@@ -83,9 +85,22 @@ PENALTY = SamplingMetadata(params=SamplingParams(presence_penalty=1.0), seed=0, 
         (True, {"draft_plan": DraftPlan(max_draft=2)}, False),
         (True, {"start": 0}, False),
         (True, {"sampling": PENALTY}, False),
+        (True, {"extras": ScheduledExtras(pack=KvPack(0, 4, 2))}, False),
+        (True, {"extras": ScheduledExtras(images=(PromptImage(bytes(32), ((2, 1),), ()),))}, False),
+        (True, {"extras": ScheduledExtras(images=(PromptImage(bytes(32), ((0, 2),), ()),))}, True),
         (False, {}, False),
     ],
-    ids=["plain", "looked up", "proposer", "prompt", "penalty", "no device"],
+    ids=[
+        "plain",
+        "looked up",
+        "proposer",
+        "prompt",
+        "penalty",
+        "packing",
+        "row of an image",
+        "after an image",
+        "no device",
+    ],
 )
 def test_only_short_launches_of_a_device_are_made_on_the_event_loop(
     is_async: bool, changes: dict[str, Any], is_here: bool
