@@ -10,7 +10,7 @@ from collections.abc import Callable
 from ..errors import ForetokenError, is_out_of_memory
 from ..interface.output import StepOutput
 from ..interface.plan import StepPlan
-from ..interface.protocols import OnKernelsStarted, Pending, StepCancelled, StepRunner
+from ..interface.protocols import OnKernelsStarted, Pending, StepRunner
 from ..scheduling.async_scheduling import plan_next, replan
 from ..scheduling.scheduler import Event, Scheduler
 from ..telemetry.metrics import EngineMetrics
@@ -281,7 +281,7 @@ class StepExecutor:
             raise
         except Exception as raised:
             failure = raised
-            self.num_failed_steps += not isinstance(raised, StepCancelled)
+            self.num_failed_steps += 1
             return raised
         finally:
             self._watchdog.end(plan, self._clock(), failure)
