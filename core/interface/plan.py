@@ -53,8 +53,14 @@ class ScheduledExtras(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     pack: KvPack | None = None  # packing to do before the step
 
     def delays_launch(self, start: int) -> bool:
-        """Whether KV is packed or an image is encoded before the row at position ``start``."""
-        return self.pack is not None or any(start < sum(each.runs[-1]) for each in self.images)
+        """Whether the launch of the row at position ``start`` may take long.
+
+        KV is packed or an image is encoded before it, or a backend prepares for an adapter: the
+        first pass with a number of rows and adapters may compile kernels and capture a graph.
+        """
+        if self.pack is not None or self.adapter is not None:
+            return True
+        return any(start < sum(each.runs[-1]) for each in self.images)
 
 
 PLAIN = ScheduledExtras()
@@ -123,8 +129,8 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     def is_short(self) -> bool:
         """Whether a device is given the step by one short call, which does not wait for the device.
 
-        Every request computes one token without token history. No proposer drafts, no KV is packed,
-        and no image is encoded.
+        Every request computes one token without token history or an adapter. No proposer drafts, no
+        KV is packed, and no image is encoded.
         """
         for scheduled in self.requests:
             is_decode = scheduled.stop - scheduled.start == 1

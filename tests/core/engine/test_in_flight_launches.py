@@ -15,6 +15,7 @@ from foretoken.api.types.sampling_params import SamplingParams
 from foretoken.core.engine.model_thread import ModelThread
 from foretoken.core.engine.step_executor import InFlightStep, is_launched_at_once
 from foretoken.core.interface.draft import Draft, DraftPlan
+from foretoken.core.interface.extras.adapter import Adapter
 from foretoken.core.interface.extras.images import PromptImage
 from foretoken.core.interface.extras.packing import KvPack
 from foretoken.core.interface.output import StepOutput
@@ -86,6 +87,7 @@ PENALTY = SamplingMetadata(params=SamplingParams(presence_penalty=1.0), seed=0, 
         (True, {"start": 0}, False),
         (True, {"sampling": PENALTY}, False),
         (True, {"extras": ScheduledExtras(pack=KvPack(0, 4, 2))}, False),
+        (True, {"extras": ScheduledExtras(adapter=Adapter())}, False),
         (True, {"extras": ScheduledExtras(images=(PromptImage(bytes(32), ((2, 1),), ()),))}, False),
         (True, {"extras": ScheduledExtras(images=(PromptImage(bytes(32), ((0, 2),), ()),))}, True),
         (False, {}, False),
@@ -97,6 +99,7 @@ PENALTY = SamplingMetadata(params=SamplingParams(presence_penalty=1.0), seed=0, 
         "prompt",
         "penalty",
         "packing",
+        "adapter",
         "row of an image",
         "after an image",
         "no device",
