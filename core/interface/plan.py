@@ -21,6 +21,7 @@ from .extras.packing import KvPack
 from .sampling import SamplingMetadata
 
 NO_PAGES = array("q")
+MAX_SHORT_ROWS = 256  # a sampler may wait for the device between blocks of about so many rows
 
 
 class StateUse(msgspec.Struct, frozen=True, gc=False):
@@ -129,8 +130,8 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     def is_short(self) -> bool:
         """Whether a device is given the step by one short call, which does not wait for the device.
 
-        Every request computes one token without token history or an adapter. No proposer drafts, no
-        KV is packed, and no image is encoded.
+        Every request computes one token without token history or an adapter. No proposer drafts,
+        looked-up drafts add few rows, no KV is packed, and no image is encoded.
         """
         for scheduled in self.requests:
             is_decode = scheduled.stop - scheduled.start == 1
@@ -140,7 +141,10 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
             extras = scheduled.extras
             if extras is not PLAIN and extras.delays_launch(scheduled.start):
                 return False
-        return True
+        if self.is_plain:
+            return True
+        num_drafted = sum([len(each.draft_plan.draft.token_ids) for each in self.requests])
+        return len(self.requests) + num_drafted <= MAX_SHORT_ROWS
 
     @property
     def is_decode_only(self) -> bool:
