@@ -21,7 +21,7 @@ from .extras.packing import KvPack
 from .sampling import SamplingMetadata
 
 NO_PAGES = array("q")
-MAX_SHORT_ROWS = 256  # a sampler may wait for the device between blocks of about so many rows
+MAX_SHORT_ROWS = 512  # to choose the tokens of more rows, a launch may wait for the device
 
 
 class StateUse(msgspec.Struct, frozen=True, gc=False):
