@@ -88,8 +88,6 @@ class ModelThread:
         self._lock = threading.Lock()  # keeps jobs from being queued after the end marker None
         self._is_closed = False
         self._current: Job[Any] | None = None  # the job that the thread is running
-        self._latest: weakref.ref[Job[Any]] | None = None  # the job that was queued last
-
         # A daemon thread, so that an engine that was not closed does not block the exit.
         self._thread = threading.Thread(
             target=self._serve, args=(on_start,), name=name, daemon=True
@@ -104,7 +102,6 @@ class ModelThread:
             if self._is_closed:
                 raise EngineDead("the engine was closed")
             self._jobs.put(job)
-            self._latest = weakref.ref(job)
         return job
 
     def close(self) -> None:
@@ -118,18 +115,9 @@ class ModelThread:
 
         The call returns at once if the thread is in a call that its caller gave up.
         """
-        if not self._is_abandoned:
+        job = self._current
+        if job is None or not job.is_over:
             self._thread.join(EXIT_SECONDS)
-
-    @property
-    def _is_abandoned(self) -> bool:
-        """Whether the thread is in a call that its caller gave up.
-
-        No caller waits for the launch of a step, which is a call of its own. It counts as given up
-        if the caller gave up the latest call.
-        """
-        job, latest = self._current, None if self._latest is None else self._latest()
-        return job is not None and (job.is_over or (latest is not None and latest.is_over))
 
     def _serve(self, on_start: Callable[[], None]) -> None:
         """Run the queued calls in the thread, without keeping a reference to a call that ended."""

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from ..errors import ForetokenError, is_out_of_memory
 from ..interface.output import StepOutput
 from ..interface.plan import StepPlan
-from ..interface.protocols import OnKernelsStarted, Pending, StepCancelled, StepRunner
+from ..interface.protocols import OnKernelsStarted, Pending, StepRunner
 from ..scheduling.async_scheduling import plan_next, replan
 from ..scheduling.scheduler import Event, Scheduler
 from ..telemetry.metrics import EngineMetrics
@@ -33,8 +33,9 @@ class OverlapWork:
     Only one thread at a time can hold Python's global lock. When a step begins, the model thread
     needs the lock to launch kernels, and work on the event loop would delay the step. So a large
     amount of work (``is_much``) waits for `kernels_started`. A small amount is done at once,
-    because waking the event loop again would cost more. ``work`` is called once for each step,
-    before the step ends. All methods except `kernels_started` are called on the event loop.
+    because waking the event loop again would cost more. Nor does the work wait behind a step that
+    the event loop launched itself. ``work`` is called once for each step, before the step ends. All
+    methods except `kernels_started` are called on the event loop.
     """
 
     def __init__(self, work: Callable[[], None], is_much: Callable[[], bool]) -> None:
@@ -45,7 +46,7 @@ class OverlapWork:
         self._error: BaseException | None = None  # error of `work`, for `finish` to raise
 
     def begin(self, *, is_notified: bool) -> None:
-        """Begin a step. ``is_notified``: `kernels_started` will be called during the step."""
+        """Begin a step. ``is_notified``: `kernels_started` was or will be called for the step."""
         is_late, self._has_entered = self._has_entered, False
         if is_notified and not is_late and self._is_much():
             self._loop, self._is_due = asyncio.get_running_loop(), True
@@ -53,7 +54,7 @@ class OverlapWork:
             self._work()
 
     def kernels_started(self) -> None:
-        """Record that the step's kernels start; the model thread calls this."""
+        """Record that the step's kernels start; the thread that launches the step calls this."""
         self._has_entered = True  # the event loop may call `begin` only after this
         if self._is_due and self._loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop may be closed
@@ -280,7 +281,7 @@ class StepExecutor:
             raise
         except Exception as raised:
             failure = raised
-            self.num_failed_steps += not isinstance(raised, StepCancelled)
+            self.num_failed_steps += 1
             return raised
         finally:
             self._watchdog.end(plan, self._clock(), failure)

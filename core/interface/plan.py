@@ -1,7 +1,7 @@
 """StepPlan: a step for the model thread to compute.
 
 While a step runs, the event loop changes no request, so a plan may refer to the request's own
-``tokens`` and page table instead of copying them; the model thread only reads them. Each step makes
+``tokens`` and page table instead of copying them; the runner only reads them. Each step makes
 several such objects for each request. They are msgspec structs, because a dataclass takes several
 times as long to construct and is tracked by the garbage collector.
 """
@@ -21,6 +21,7 @@ from .extras.packing import KvPack
 from .sampling import SamplingMetadata
 
 NO_PAGES = array("q")
+MAX_SHORT_ROWS = 512  # to choose the tokens of more rows, a launch may wait for the device
 
 
 class StateUse(msgspec.Struct, frozen=True, gc=False):
@@ -51,6 +52,16 @@ class ScheduledExtras(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     branches: Branches | None = None  # branches at the end of the prompt
     num_packed_away: int = 0  # number of tokens before ``start`` whose KV was dropped by packing
     pack: KvPack | None = None  # packing to do before the step
+
+    def delays_launch(self, start: int) -> bool:
+        """Whether the launch of the row at position ``start`` may take long.
+
+        KV is packed or an image is encoded before it, or a backend prepares for an adapter: the
+        first pass with a number of rows and adapters may compile kernels and capture a graph.
+        """
+        if self.pack is not None or self.adapter is not None:
+            return True
+        return any(start < sum(each.runs[-1]) for each in self.images)
 
 
 PLAIN = ScheduledExtras()
@@ -117,16 +128,23 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     @property
     def is_short(self) -> bool:
-        """Whether a device is given the step by one short call, which never waits for the device.
+        """Whether a device is given the step by one short call, which does not wait for the device.
 
-        Every request decodes one token without token history, and no proposer drafts.
+        Every request computes one token without token history or an adapter. No proposer drafts,
+        looked-up drafts add few rows, no KV is packed, and no image is encoded.
         """
         for scheduled in self.requests:
             is_decode = scheduled.stop - scheduled.start == 1
             is_asked = scheduled.draft_plan.max_draft > 0  # the proposer
             if not is_decode or is_asked or scheduled.sampling.needs_history:
                 return False
-        return True
+            extras = scheduled.extras
+            if extras is not PLAIN and extras.delays_launch(scheduled.start):
+                return False
+        if self.is_plain:
+            return True
+        num_drafted = sum([len(each.draft_plan.draft.token_ids) for each in self.requests])
+        return len(self.requests) + num_drafted <= MAX_SHORT_ROWS
 
     @property
     def is_decode_only(self) -> bool:

@@ -313,8 +313,8 @@ class SamplingMetadata:
     def cached(self, make: Callable[..., Made], *args: Hashable) -> Made:
         """Return ``make(self, *args)``, computed once and cached for the lifetime of the request.
 
-        Backends cache values that they derive from the parameters. Only the model thread may call
-        this.
+        Backends cache values that they derive from the parameters. Only a `StepRunner` calls this,
+        of which one call runs at a time.
         """
         key = (make, *args)
         try:

@@ -176,8 +176,9 @@ class EngineMetrics:
     ) -> None:
         """Record one step, with times in seconds on the engine's clock.
 
-        ``began``: start in the model thread; ``computed``: end in the model thread; ``ended``: end
-        of the commit. ``is_ahead``: the step was planned before the preceding step was committed.
+        ``began``: start of the launch, or end of the preceding step if that is later; ``computed``:
+        end of the step; ``ended``: end of the commit. ``is_ahead``: the step was planned before the
+        preceding step was committed.
         """
         self._steps.observe(computed - began)
         if is_ahead:

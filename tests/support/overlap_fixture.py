@@ -24,7 +24,7 @@ def make_engine(
     runner: Ahead | None = None,
     *,
     overlap: bool = True,
-    seconds: Callable[[str], float | None] = a_second,
+    seconds: Callable[[], float | None] = a_second,
     step_timeout: float = 0.0,
     **options: Any,
 ) -> Engine:

@@ -10,25 +10,19 @@ from typing import Any
 from foretoken.core.engine.model_thread import Job
 from foretoken.core.interface.output import StepOutput
 from foretoken.core.interface.plan import StepPlan
-from foretoken.core.interface.protocols import (
-    OnKernelsStarted,
-    Pending,
-    StepCancelled,
-    ignore_kernels,
-)
+from foretoken.core.interface.protocols import OnKernelsStarted, Pending, ignore_kernels
 from support.fake_model import Drafter, FakeRunner, no_draft
 from support.launch_behind import Finished
 
-Seconds = Callable[[str], float | None]
+Seconds = Callable[[], float | None]
 
 
-def a_second(name: str) -> float:
-    """Return the duration of a call: a second, but none for those that only launch."""
-    return 0.0 if name == "_launch" else 1.0
+def a_second() -> float:
+    return 1.0
 
 
 class OneByOne:
-    """A `StepThread`: a call computes when it begins and ends ``seconds(name)`` later, None: never.
+    """A `StepThread`: a call computes when it begins and ends ``seconds()`` later, None: never.
 
     The next one begins at once, before anybody is told of the end, as in a thread.
     """
@@ -50,9 +44,7 @@ class OneByOne:
         job = self._jobs[0]
         self.num_begun += 1
         outcome = _outcome(job.work)
-        seconds = self._seconds(getattr(job.work, "__name__", ""))
-        if isinstance(outcome[1], StepCancelled):
-            seconds = 0.0
+        seconds = self._seconds()
         if seconds is not None:
             asyncio.get_running_loop().call_later(seconds, self._end, job, *outcome)
 

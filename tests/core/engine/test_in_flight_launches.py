@@ -15,8 +15,16 @@ from foretoken.api.types.sampling_params import SamplingParams
 from foretoken.core.engine.model_thread import ModelThread
 from foretoken.core.engine.step_executor import InFlightStep, is_launched_at_once
 from foretoken.core.interface.draft import Draft, DraftPlan
+from foretoken.core.interface.extras.adapter import Adapter
+from foretoken.core.interface.extras.images import PromptImage
+from foretoken.core.interface.extras.packing import KvPack
 from foretoken.core.interface.output import StepOutput
-from foretoken.core.interface.plan import ScheduledRequest, StepPlan
+from foretoken.core.interface.plan import (
+    MAX_SHORT_ROWS,
+    ScheduledExtras,
+    ScheduledRequest,
+    StepPlan,
+)
 from foretoken.core.interface.protocols import OnKernelsStarted, Pending, ignore_kernels
 from foretoken.core.interface.sampling import SamplingMetadata
 from support.in_flight_fakes import (
@@ -83,9 +91,24 @@ PENALTY = SamplingMetadata(params=SamplingParams(presence_penalty=1.0), seed=0, 
         (True, {"draft_plan": DraftPlan(max_draft=2)}, False),
         (True, {"start": 0}, False),
         (True, {"sampling": PENALTY}, False),
+        (True, {"extras": ScheduledExtras(pack=KvPack(0, 4, 2))}, False),
+        (True, {"extras": ScheduledExtras(adapter=Adapter())}, False),
+        (True, {"extras": ScheduledExtras(images=(PromptImage(bytes(32), ((2, 1),), ()),))}, False),
+        (True, {"extras": ScheduledExtras(images=(PromptImage(bytes(32), ((0, 2),), ()),))}, True),
         (False, {}, False),
     ],
-    ids=["plain", "looked up", "proposer", "prompt", "penalty", "no device"],
+    ids=[
+        "plain",
+        "looked up",
+        "proposer",
+        "prompt",
+        "penalty",
+        "packing",
+        "adapter",
+        "row of an image",
+        "after an image",
+        "no device",
+    ],
 )
 def test_only_short_launches_of_a_device_are_made_on_the_event_loop(
     is_async: bool, changes: dict[str, Any], is_here: bool
@@ -106,6 +129,15 @@ def test_only_short_launches_of_a_device_are_made_on_the_event_loop(
         thread.close()
 
     run(scenario)
+
+
+@pytest.mark.parametrize("num_drafted", [MAX_SHORT_ROWS - 1, MAX_SHORT_ROWS])
+def test_a_launch_of_many_drafted_rows_is_not_short(num_drafted: int) -> None:
+    plan = plan_of("a")
+    drafted = DraftPlan(Draft.of(array("q", [1] * num_drafted), "suffix"))
+    rows = [replace(plan.requests[0], draft_plan=drafted)]
+    is_short = replace(plan, requests=rows, is_plain=False).is_short
+    assert is_short == (num_drafted < MAX_SHORT_ROWS)
 
 
 def test_a_step_is_waited_for_once_however_often_its_outcome_is_asked_for() -> None:

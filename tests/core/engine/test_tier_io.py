@@ -80,7 +80,7 @@ class Scene:
             self.runner,
             clock=virtual_time.now,
             make_thread=lambda name, on_start: (
-                OneByOne(lambda name: STEP_SECONDS) if name == "foretoken-model" else thread
+                OneByOne(lambda: STEP_SECONDS) if name == "foretoken-model" else thread
             ),
         )
         loads = self.engine.scheduler.page_loads
@@ -227,7 +227,7 @@ def test_pages_are_loaded_in_pieces_and_requests_take_turns() -> None:
 
 def test_an_idle_engine_goes_on_as_soon_as_pages_are_there() -> None:
     async def scenario() -> None:
-        async with Scene(OneByOne(lambda name: 0.01)) as scene:
+        async with Scene(OneByOne(lambda: 0.01)) as scene:
             reading = scene.submit(0)
             request = await reading.check()
             assert request.usage.loaded_tokens == 80
@@ -240,7 +240,7 @@ def test_an_idle_engine_goes_on_as_soon_as_pages_are_there() -> None:
 
 def test_what_is_served_is_saved_once_the_thread_has_nothing_else_to_do() -> None:
     async def scenario() -> None:
-        scene = Scene(OneByOne(lambda name: 0.001))
+        scene = Scene(OneByOne(lambda: 0.001))
         scene.store.pages.clear()
         async with scene:
             await scene.submit(0).check()
@@ -292,7 +292,7 @@ def test_a_thread_that_hangs_in_a_load_delays_a_request_by_its_patience_and_no_m
 
 def test_a_step_planned_ahead_is_made_anew_for_who_was_loaded() -> None:
     async def scenario() -> None:
-        async with Scene(OneByOne(lambda name: 0.001)) as scene:
+        async with Scene(OneByOne(lambda: 0.001)) as scene:
             stream = Reading(scene.engine, make_request("stream", [1, 2, 3], max_tokens=8))
             await asyncio.sleep(2.5 * STEP_SECONDS)
             loaded = scene.submit(0)
@@ -375,7 +375,7 @@ async def served_without_saves(scene: Scene) -> None:
 
 def test_closing_saves_what_waits() -> None:
     async def scenario() -> None:
-        scene = Scene(OneByOne(lambda name: 0.2))
+        scene = Scene(OneByOne(lambda: 0.2))
         async with scene:
             await served_without_saves(scene)
             await scene.engine.close(drain_seconds=10.0)
@@ -388,7 +388,7 @@ def test_closing_saves_what_waits() -> None:
 
 def test_closing_saves_for_as_long_as_it_may_and_closes_the_store() -> None:
     async def scenario() -> None:
-        scene = Scene(OneByOne(lambda name: 1.0))
+        scene = Scene(OneByOne(lambda: 1.0))
         async with scene:
             await served_without_saves(scene)
             began = virtual_time.now()
@@ -402,7 +402,7 @@ def test_closing_saves_for_as_long_as_it_may_and_closes_the_store() -> None:
 
 def test_closing_at_once_still_saves_for_a_second() -> None:
     async def scenario() -> None:
-        scene = Scene(OneByOne(lambda name: 0.1))
+        scene = Scene(OneByOne(lambda: 0.1))
         async with scene:
             await served_without_saves(scene)
             await scene.engine.close()
@@ -464,7 +464,7 @@ def test_an_engine_that_never_started_closes_its_stores() -> None:
     """The folder would stay locked while the process lives."""
 
     async def scenario() -> None:
-        scene = Scene(OneByOne(lambda name: 0.0))
+        scene = Scene(OneByOne(lambda: 0.0))
         await scene.engine.close()
         assert scene.store.is_closed
 

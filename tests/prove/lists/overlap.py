@@ -62,6 +62,14 @@ MUTATIONS = (
         "the event loop never waits for the device",
     ),
     Mutation(
+        "flight-packs-on-the-event-loop",
+        "ScheduledExtras.delays_launch",
+        "if self.pack is not None or self.adapter is not None:",
+        "if self.adapter is not None:",
+        ("test_only_short_launches_of_a_device_are_made_on_the_event_loop",),
+        "the event loop never waits for the device",
+    ),
+    Mutation(
         "launched-goes-on-from-anothers-token",
         "PendingStep.next_inputs",
         "sources[batch_rows[scheduled.request_id]] = index",
