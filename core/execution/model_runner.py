@@ -23,7 +23,7 @@ from ..model.decoder import Decoder
 from ..model.images.vision import Vision
 from ..ops.batch import DeviceTokens, ForwardOutput, RaggedBatch, SamplingPlan, Wanted
 from ..ops.kv_pool import KVPool
-from ..ops.machine.device import Stopwatch, make_stopwatch
+from ..ops.machine.device import Stopwatch, default_stream, make_stopwatch
 from ..ops.rows.step_inputs import rows_library
 from ..sampling.sampler import DeviceSampler, PendingTokens
 from ..sampling.verifier import (
@@ -151,6 +151,12 @@ class ModelRunner:
         on_kernels_started: OnKernelsStarted = ignore_kernels,
     ) -> Pending:
         """Launch drafting and the forward pass of a step; see `StepRunner.launch`."""
+        with default_stream(self.decoder.device):
+            return self._launch(plan, after, on_kernels_started)
+
+    def _launch(
+        self, plan: StepPlan, after: Pending | None, on_kernels_started: OnKernelsStarted
+    ) -> Pending:
         began = time.perf_counter()
         drafting, computing = clocks = self._clocks()
         # A proposer may read the recurrent states, so they are initialised before it drafts.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Protocol
@@ -81,6 +82,17 @@ def make_event(device: torch.device) -> Event:
     if device.type == "cuda":
         return torch.cuda.Event()  # type: ignore[no-untyped-call]
     return _HostEvent()
+
+
+def default_stream(device: torch.device) -> AbstractContextManager[object]:
+    """Return a context in which work goes to the default stream of ``device``, in any thread.
+
+    The thread of an event loop may have made another stream or another GPU its current one. On the
+    CPU the context does nothing.
+    """
+    if device.type != "cuda":
+        return nullcontext()
+    return torch.cuda.stream(torch.cuda.default_stream(device))
 
 
 class _HostEvent:
