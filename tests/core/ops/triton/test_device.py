@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +19,7 @@ from foretoken.api.build.target import device_of
 from foretoken.core.config import EngineConfig
 from foretoken.core.errors import InvalidRequest, ModelLoadError
 from foretoken.core.ops.backends import choose_ops
-from foretoken.core.ops.machine.device import choose_device
+from foretoken.core.ops.machine.device import choose_device, default_stream
 from foretoken.core.ops.native.native_ops import NativeOps
 from foretoken.core.ops.torch.torch_ops import TorchOps
 from foretoken.core.ops.triton import availability
@@ -231,3 +232,12 @@ def test_what_is_not_asked_for_is_chosen_for_the_device() -> None:
     host, gpu = EngineConfig().sizes("cpu"), EngineConfig().sizes("cuda")
     assert (host.page_size, host.max_batch_tokens, host.max_running) == (16, 256, 64)
     assert (gpu.page_size, gpu.max_batch_tokens, gpu.max_running) == (32, 2048, 256)
+
+
+def test_work_goes_to_the_default_stream_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: ("default", device))
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    with default_stream(CUDA) as stream:
+        assert stream == ("default", CUDA)
+    with default_stream(CPU) as stream:
+        assert stream is None
