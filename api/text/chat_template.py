@@ -433,7 +433,7 @@ def count_chars(messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any
             continue
         if kind is dict or isinstance(value, Mapping):
             left += [*value, *value.values()]
-        elif isinstance(value, str):  # of a subclass
+        elif isinstance(value, str):
             total += len(value)
         elif isinstance(value, Sequence) and not isinstance(value, bytes):
             left += value
