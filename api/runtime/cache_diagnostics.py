@@ -444,9 +444,6 @@ def _around(text: str, at: int) -> str:
     return text[max(0, at - AROUND) : at + AROUND]
 
 
-# -- fields of the providers' own APIs ------------------------------------------------------------
-
-
 # maximum number of comparisons that wait for the thread; further misses are not counted by cause
 MAX_COMPARISONS = 8
 
@@ -498,6 +495,9 @@ class MissCauses:
         for task in self._tasks:
             task.cancel()
         self._worker.close()
+
+
+# -- fields of the providers' own APIs ------------------------------------------------------------
 
 
 def openai_diagnostics(found: Explanation | None) -> Body:

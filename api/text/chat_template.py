@@ -433,7 +433,9 @@ def count_chars(messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any
             continue
         if kind is dict or isinstance(value, Mapping):
             left += [*value, *value.values()]
-        elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        elif isinstance(value, str):
+            total += len(value)
+        elif isinstance(value, Sequence) and not isinstance(value, bytes):
             left += value
     return total
 

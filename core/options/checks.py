@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from operator import attrgetter
 from typing import Annotated, NamedTuple
 from urllib.parse import urlsplit
@@ -48,15 +48,29 @@ class Bounds:
         self._defaults: dict[type, tuple[object, ...]] = {}  # by class
 
     def check(self, params: object) -> None:
-        """Raise `InvalidRequest` for a field outside its range; defaults are not checked."""
+        """Raise `InvalidRequest` for a field outside its range.
+
+        A value that is the default of its class is not checked if the default is None or valid.
+        """
         kind = type(params)
         if kind not in self._defaults:
             known = {each.name: each.default for each in fields(kind)}  # type: ignore[arg-type]
-            self._defaults[kind] = tuple(known[bound.name] for bound in self._bounds)
+            found = tuple(_valid_default(bound, known[bound.name]) for bound in self._bounds)
+            self._defaults[kind] = found
         given = zip(self._bounds, self._read(params), self._defaults[kind], strict=True)
         for (name, check, low, high), value, default in given:
             if value is not default:
                 check(name, value, low, high)
+
+
+def _valid_default(bound: Bound, default: object) -> object:
+    """Return a default that is None or valid, otherwise `MISSING`, which no value is."""
+    if default is None:
+        return None
+    with suppress(InvalidRequest):
+        bound.check(bound.name, default, bound.low, bound.high)
+        return default
+    return MISSING
 
 
 def require(holds: bool, param: str, message: str) -> None:

@@ -21,7 +21,7 @@ MAX_DEPTH = 32  # maximum depth of a transform, and of parsers inside of parsers
 _PLACEHOLDER = regex.compile(r"\{(\w+(?:\.\w+)*)\}")
 _BARE_KEY = regex.compile(r'"(?:\\.|[^"\\])*+(?:"|\\?\Z)|(?<=[{,])(\s*)(\w+)(\s*):', regex.DOTALL)
 _HELD = "\x01"  # encloses a string's number, which replaces the string for a while
-_RECURSION = regex.compile(r"\(\?(?:R|[-+]?\d|&|P>)")
+_RECURSION = regex.compile(r"\(\?(?:R|[-+]?\d|&|P[>&])")
 MAX_PATTERN_CHARS = 4096
 SECONDS = 0.2  # time limit for the pattern of a field's tags
 

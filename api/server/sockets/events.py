@@ -27,7 +27,10 @@ class Create(Struct, frozen=True, kw_only=True):
 
 
 class Cancel(Struct, frozen=True, kw_only=True):
-    """``response.cancel``: ends a response; without an id, the running response of a lane."""
+    """``response.cancel``: ends a response.
+
+    Without an id, it ends the first response of a lane that is not ending already.
+    """
 
     lane: str | None
     response_id: str | None

@@ -26,9 +26,10 @@ class SocketProtocol(WebSocketsSansIOProtocol):
     def send_receive_event_to_app(self) -> None:
         """Pass a message on; close the connection with code 1007 if its text is not UTF-8.
 
-        uvicorn would also log a traceback, although the client is to blame.
+        uvicorn would also log a traceback, although the client is to blame. It drops messages that
+        arrive after the connection was closed.
         """
-        if self.curr_msg_data_type == "text":
+        if self.curr_msg_data_type == "text" and not self.close_sent:
             try:
                 b"".join(self.frames).decode()
             except UnicodeDecodeError:

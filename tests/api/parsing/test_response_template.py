@@ -379,6 +379,8 @@ UNUSABLE = [
     (with_calls(open_pattern="x*"), "matches the empty text"),
     (with_calls(open_pattern="(?R)"), "calls a group"),
     (with_calls(open_pattern="(?P<name>x|(?&name))"), "calls a group"),
+    (with_calls(open_pattern="(?P<name>x|(?P>name))"), "calls a group"),
+    (with_calls(open_pattern="(?P<name>x|(?P&name))"), "calls a group"),
     (
         with_calls(
             content="xml-inline", content_args={"tag_pattern": "<(?P<key>a)(?P<value>b|(?1))>"}

@@ -109,6 +109,12 @@ def test_the_loop_turns_between_short_prompts(own, text):
     asyncio.run(body())
 
 
+class Text(str):
+    """As the texts of some libraries are."""
+
+    __slots__ = ()
+
+
 CALL = {"id": "a", "function": {"name": "f", "arguments": {"k": ["x" * INLINE_CHARS]}}}
 
 
@@ -117,12 +123,13 @@ CALL = {"id": "a", "function": {"name": "f", "arguments": {"k": ["x" * INLINE_CH
     [
         (TALK, {}, False),
         ([{"role": "user", "content": "x" * INLINE_CHARS}], {}, True),
+        ([{"role": "user", "content": Text("x" * INLINE_CHARS)}], {}, True),
         ([{"role": "user", "content": ""}] * 1000, {}, True),
         ([{"role": "assistant", "content": "", "tool_calls": [CALL]}], {}, True),
         ([{"role": "user", "content": "", "parts": list(range(INLINE_CHARS))}], {}, True),
         (TALK, {"hint": "x" * INLINE_CHARS}, True),
     ],
-    ids=["short", "long", "many", "calls", "numbers", "options"],
+    ids=["short", "long", "subclass", "many", "calls", "numbers", "options"],
 )
 def test_a_conversation_that_is_long_in_any_way_is_rendered_in_the_thread(
     own, messages, options, in_thread

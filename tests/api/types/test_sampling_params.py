@@ -67,6 +67,20 @@ def test_a_bad_option_is_refused_by_name(field: str, value: object) -> None:
     assert caught.value.param == field
 
 
+@pytest.mark.parametrize(
+    ("field", "value"), [("temperature", float("nan")), ("top_k", 1.5), ("n", 0), ("seed", True)]
+)
+def test_a_bad_default_of_a_subclass_is_refused_by_name(field: str, value: object) -> None:
+    kind = dataclasses.make_dataclass(
+        "Own", [(field, object, value)], bases=(SamplingParams,), frozen=True, kw_only=True
+    )
+    for _ in range(2):
+        assert kind(**{field: 1}) == kind(**{field: 1})
+        with pytest.raises(InvalidRequest) as caught:
+            kind()
+        assert caught.value.param == field
+
+
 def test_min_tokens_may_not_exceed_max_tokens() -> None:
     with pytest.raises(InvalidRequest):
         SamplingParams(min_tokens=3, max_tokens=2)
