@@ -367,7 +367,7 @@ class Completions(Form):
         """Return a body to submit. Raises `InvalidRequest` for several prompts."""
         del items
         prompt = body.get(self.field)
-        if isinstance(prompt, list) and any(isinstance(each, list | str) for each in prompt):
+        if isinstance(prompt, list) and len(prompt) > 1 and not _is_ids(prompt):
             raise InvalidRequest("a request with several prompts cannot be changed", param="change")
         return {**super().body(body, ()), self.field: prompt}
 
@@ -399,7 +399,14 @@ def _parts(item: Item) -> list[Item]:
 def token_id_fields(body: Mapping[str, Any]) -> list[str]:
     """Return the fields of a body that have token ids, which mean other texts to another model."""
     found = [name for name in TOKEN_IDS if body.get(name)]
-    return [*found, "prompt"] if isinstance(body.get("prompt"), list) else found
+    prompt = body.get("prompt")
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], list):
+        (prompt,) = prompt
+    return [*found, "prompt"] if _is_ids(prompt) else found
+
+
+def _is_ids(prompt: object) -> bool:
+    return isinstance(prompt, list) and all(type(each) is int for each in prompt)
 
 
 def bare(value: object) -> object:
