@@ -68,10 +68,13 @@ class Form:
         return [each for each in given or [] if isinstance(each, dict)]
 
     def check(self, body: Mapping[str, Any]) -> None:
-        """Raise `InvalidRequest` unless a changed body has a text or a list of objects."""
+        """Raise `InvalidRequest` for a changed body with anything but a text or a list of objects.
+
+        Responses that continue an earlier one need no input.
+        """
         given = body.get(self.field)
         is_list = isinstance(given, list) and all(isinstance(each, dict) for each in given)
-        if not (is_list or isinstance(given, str)):
+        if not (is_list or given is None or isinstance(given, str)):
             raise InvalidRequest(
                 f"--change: {self.field} must be a list of objects", param="change"
             )
