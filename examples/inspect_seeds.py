@@ -3,7 +3,7 @@
     pip install inspect-ai openai
     foretoken serve --exact batch
     foretoken serve --exact batch --draft none --port 8001
-    python examples/inspect_seeds.py [URL ...]    (http://127.0.0.1:8000, and the second server)
+    python examples/inspect_seeds.py http://127.0.0.1:8000 http://127.0.0.1:8001
 
 `seeded` is the part to copy: a solver that gives each sample its own seed. Each server answers with
 1 and with 8 connections, and every run is compared with the first.

@@ -3,7 +3,7 @@
     pip install 'lm-eval[api]'
     foretoken serve --exact batch
     foretoken serve --exact batch --draft none --port 8001
-    python examples/lm_eval_seeds.py [URL ...]    (http://127.0.0.1:8000, and the second server)
+    python examples/lm_eval_seeds.py http://127.0.0.1:8000 http://127.0.0.1:8001
 
 `--model_args seed=7` of lm-eval is one seed for all requests. `Seeded` is the part to copy: it
 derives a seed for each request from that seed and the messages. Each server answers with 1 and with

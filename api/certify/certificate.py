@@ -39,7 +39,7 @@ from .conditions import (
     conditions,
     reference_options,
 )
-from .records import RecordedRequest, engine_facts, kernels_of, plain_params
+from .records import VERSION, RecordedRequest, engine_facts, kernels_of, plain_params
 
 Tell = Callable[[str], None]
 COUNTED = ("cached_tokens", "loaded_tokens", "proposed_tokens", "accepted_tokens")
@@ -402,6 +402,7 @@ class Certifier:
             options=engine_facts(condition.options),
             kernels=self.found.kernels,
             foretoken=__version__,
+            v=VERSION,
         )
         return Difference(
             condition=name, request=record, kind=case.kind, index=case.index, choice=choice,

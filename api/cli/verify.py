@@ -169,14 +169,15 @@ def _records(file: Path) -> list[Any]:
     try:
         whole = msgspec.json.decode(data)
         records = whole if isinstance(whole, list) else [whole]
-    except bad_json:
+    except bad_json as whole_error:
         records = []
         for number, line in enumerate(data.splitlines(), 1):
             try:
                 records += [msgspec.json.decode(line)] if line.strip() else []
             except bad_json as error:
-                message = f"{file}, line {number} is not JSON: {error}"
-                raise InvalidRequest(message, param="file") from None
+                # The first line of a JSON file may be "{", which is no mistake.
+                place, why = (f"{file}, line {number}", error) if records else (file, whole_error)
+                raise InvalidRequest(f"{place} is not JSON: {why}", param="file") from None
     if not records:
         raise InvalidRequest(f"{file} has no records", param="file")
     return records

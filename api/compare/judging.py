@@ -63,8 +63,11 @@ class LocalJudge:
 
     async def score(self, task: Task, answer: Answer) -> float:
         """Return the probability of yes, or the expected level divided by the best one."""
-        found = await self._llm.decide(input_of(task, answer), [question_of(task)])
-        return score_of(task, float(found.answers[0].value))
+        try:
+            found = await self._llm.decide(input_of(task, answer), [question_of(task)])
+            return score_of(task, float(found.answers[0].value))
+        except ValueError as error:  # also of an answer that is no valid Unicode
+            raise ForetokenError(f"the judge failed: {error}") from None
 
 
 class ServerJudge:

@@ -85,10 +85,6 @@ class Failed(Struct, kw_only=True):
     why: str
 
 
-class _NoScoreError(ForetokenError):
-    """Raised if a scorer fails."""
-
-
 class Found(Struct, kw_only=True):
     """The result of a comparison: all pairs that were looked at, in the order of the tasks.
 
@@ -135,13 +131,14 @@ async def run(
     async def ask(task: Task) -> Pair | Failed:
         own = seeds_of(plan.seed, task, plan.num_samples)
         other = own if plan.pairs_seeds else seeds_of(plan.seed + 1, task, plan.num_samples)
-        try:
-            a, b = await _together(
-                _scored("A", opened.a, task, own, scorers, opened.judge),
-                _scored("B", opened.b, task, other, scorers, opened.judge),
-            )
-        except _NoScoreError as error:
-            return Failed(task=task.id or 0, why=str(error))
+        a, b = await _together(
+            _scored("A", opened.a, task, own, scorers, opened.judge),
+            _scored("B", opened.b, task, other, scorers, opened.judge),
+        )
+        if isinstance(a, Failed):
+            return a
+        if isinstance(b, Failed):
+            return b
         return Pair(task=task.id or 0, a=a, b=b)
 
     sequence = ConfidenceSequence(plan.level)
@@ -189,8 +186,12 @@ async def _scored(
     seeds: Sequence[int],
     scorers: Scorers,
     judge: Judge | None,
-) -> Scored:
-    """Return the answers of a variant to a task and their scores."""
+) -> Scored | Failed:
+    """Return the answers of a variant to a task and their scores, or why there are none.
+
+    A scorer that fails does not stop the other variant, whose answer may fail: whether the run ends
+    must not depend on which of them is first.
+    """
     where = f"{name}, task {task.id!r}"
     try:
         answers = await _together(*(variant.answer(task, seed) for seed in seeds))
@@ -199,7 +200,7 @@ async def _scored(
     try:
         scores = await _together(*(scorers.score(task, each, judge) for each in answers))
     except ForetokenError as error:
-        raise _NoScoreError(f"{where}: {error}") from None
+        return Failed(task=task.id or 0, why=f"{where}: {error}")
     return Scored(seeds=list(seeds), answers=answers, scores=scores)
 
 

@@ -32,6 +32,12 @@ PROCESSES = 128  # processes and threads at the same time
 OUTPUT_BYTES = 2**20  # bytes at the end of the output that are kept
 GRACE_SECONDS = 1.0  # beyond the limit of time, for the start of Python
 POLL_SECONDS = 0.005
+ENVIRONMENT = {
+    "PATH": os.defpath,
+    "PYTHONDONTWRITEBYTECODE": "1",
+    # By default, NumPy starts a thread per core, which may exceed the limits of a process.
+    "OMP_NUM_THREADS": "1",
+}
 
 _LAUNCHER = f"""
 import ctypes, os, resource, signal, sys
@@ -88,6 +94,8 @@ async def run_limited(
             return await _run(command, folder, seconds, stdin)
     except OSError as error:  # no space, no processes or no memory are left
         raise ForetokenError(f"a scorer's process cannot run: {error.strerror}") from None
+    except RecursionError:
+        raise ForetokenError("a scorer's folder is too deep to delete: remove it by hand") from None
 
 
 def _write(folder: Path, files: Mapping[str, str]) -> None:
@@ -103,7 +111,7 @@ async def _run(command: Sequence[str], folder: str, seconds: float, stdin: bytes
         *limits,
         *command,
         cwd=folder,
-        env={"PATH": os.defpath, "HOME": folder, "TMPDIR": folder, "PYTHONDONTWRITEBYTECODE": "1"},
+        env={**ENVIRONMENT, "HOME": folder, "TMPDIR": folder},
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,

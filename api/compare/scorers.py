@@ -101,14 +101,38 @@ def calls(answer: Answer, task: Task) -> float:
     An expected call is an object ``{name: arguments}`` as in BFCL. An argument that is a list gives
     its possible values; "" is among them if the argument may be left out.
     """
-    left = list(answer.calls)
-    for each in task.expected:
-        ((name, arguments),) = each.items()
-        alike = (one for one in left if one["name"] == name and _fits(one["arguments"], arguments))
-        if (found := next(alike, None)) is None:
-            return 0.0
-        left.remove(found)
-    return float(not left)
+    expected = [next(iter(each.items())) for each in task.expected]
+    if len(answer.calls) != len(expected):
+        return 0.0
+    alike = [
+        [
+            at
+            for at, (name, arguments) in enumerate(expected)
+            if each["name"] == name and _fits(each["arguments"], arguments)
+        ]
+        for each in answer.calls
+    ]
+    return float(_can_pair(alike))
+
+
+def _can_pair(alike: Sequence[Sequence[int]]) -> bool:
+    """Whether each call can have an expected call of its own; ``alike`` lists those it fits.
+
+    Kuhn's algorithm: a call fits several expected calls if their possible values overlap, so the
+    first one that it fits may be the only one of a later call.
+    """
+    owners: dict[int, int] = {}  # the call of each expected call
+
+    def place(call: int, tried: set[int]) -> bool:
+        for at in alike[call]:
+            if at not in tried:
+                tried.add(at)
+                if at not in owners or place(owners[at], tried):
+                    owners[at] = call
+                    return True
+        return False
+
+    return all(place(call, set()) for call in range(len(alike)))
 
 
 def _fits(value: object, expected: object) -> bool:

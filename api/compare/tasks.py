@@ -72,11 +72,12 @@ def read_tasks(path: Path, seed: int) -> TaskFile:
     the line.
     """
     try:
-        data = path.read_bytes().removeprefix(codecs.BOM_UTF8)
+        data = path.read_bytes()
     except OSError as error:
         raise InvalidRequest(f"--tasks: {path}: {error.strerror}", param="tasks") from None
     tasks: dict[str | int, Task] = {}
-    for number, line in enumerate(data.split(b"\n"), 1):
+    lines = data.removeprefix(codecs.BOM_UTF8).split(b"\n")
+    for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         where = f"--tasks: {path}, line {number}"
@@ -97,7 +98,8 @@ def _task(line: bytes, where: str) -> Task:
         task = msgspec.json.decode(line, type=Task)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidRequest(f"{where} is not a task: {error}", param="tasks") from None
-    if bool(task.messages) == bool(task.prompt):
+    given = [each for each in (task.messages, task.prompt) if each is not None]
+    if len(given) != 1 or not given[0]:
         raise InvalidRequest(f"{where}: a task has either messages or a prompt", param="tasks")
     try:
         for index, message in enumerate(task.messages or ()):

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 Keys = Mapping[str, "Ed25519PublicKey"]
+SEEDS = ("seed", "sampling_seed", "random_seed")  # names of the seed in bodies
 
 
 class CheckedReceipts:
@@ -58,11 +59,12 @@ class CheckedReceipts:
             most = request.get("n") or 1
             num_choices = most if isinstance(most, int) and most > 0 else 1
             number, index = divmod(statement.index, num_choices)
-            check_seed(statement, request.get("seed"), index)
+            seeds = {name: request[name] for name in SEEDS if request.get(name) is not None}
+            check_seed(statement, next(iter(seeds.values()), None), index)
         except InvalidRequest as error:
             raise InvalidRequest(f"{where}: {error}", param="receipt") from None
         self._digests[where] = statement.model_digest
-        return {"n": 1, "seed": statement.seed, "index": number}
+        return {**dict.fromkeys(seeds), "n": 1, "seed": statement.seed, "index": number}
 
     def check_model(self, model: Path) -> None:
         """Raise `InvalidRequest` unless all receipts are of the model in the folder ``model``."""

@@ -68,10 +68,13 @@ class Form:
         return [each for each in given or [] if isinstance(each, dict)]
 
     def check(self, body: Mapping[str, Any]) -> None:
-        """Raise `InvalidRequest` unless a changed body has a text or a list of objects."""
+        """Raise `InvalidRequest` for a changed body with anything but a text or a list of objects.
+
+        Responses that continue an earlier one need no input.
+        """
         given = body.get(self.field)
         is_list = isinstance(given, list) and all(isinstance(each, dict) for each in given)
-        if not (is_list or isinstance(given, str)):
+        if not (is_list or given is None or isinstance(given, str)):
             raise InvalidRequest(
                 f"--change: {self.field} must be a list of objects", param="change"
             )
@@ -367,7 +370,7 @@ class Completions(Form):
         """Return a body to submit. Raises `InvalidRequest` for several prompts."""
         del items
         prompt = body.get(self.field)
-        if isinstance(prompt, list) and any(isinstance(each, list | str) for each in prompt):
+        if isinstance(prompt, list) and len(prompt) > 1 and not _is_ids(prompt):
             raise InvalidRequest("a request with several prompts cannot be changed", param="change")
         return {**super().body(body, ()), self.field: prompt}
 
@@ -399,7 +402,14 @@ def _parts(item: Item) -> list[Item]:
 def token_id_fields(body: Mapping[str, Any]) -> list[str]:
     """Return the fields of a body that have token ids, which mean other texts to another model."""
     found = [name for name in TOKEN_IDS if body.get(name)]
-    return [*found, "prompt"] if isinstance(body.get("prompt"), list) else found
+    prompt = body.get("prompt")
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], list):
+        (prompt,) = prompt
+    return [*found, "prompt"] if _is_ids(prompt) else found
+
+
+def _is_ids(prompt: object) -> bool:
+    return isinstance(prompt, list) and all(type(each) is int for each in prompt)
 
 
 def bare(value: object) -> object:

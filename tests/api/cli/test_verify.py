@@ -129,6 +129,10 @@ def test_a_record_cannot_leave_out_tokens(
         ('{"request": {}}\n' + "[" * 100_000, "line 2 is not JSON"),
         ('{"request": {}}\n\n{"request": {"mess', "line 3 is not JSON"),
         (
+            '{\n "request": {},\n "response": }',
+            "recorded.json is not JSON: JSON is malformed: invalid character (byte 31)",
+        ),
+        (
             '{"request": {"messages": []}, "response": {"choices": [{"message": "Hi."}]}}',
             "record 1, choice 0: message must be an object",
         ),

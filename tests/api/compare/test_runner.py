@@ -163,6 +163,19 @@ def test_tasks_whose_scorers_fail_are_left_out_and_told() -> None:
     assert lines[-1] == "  and 2 more"
 
 
+def test_an_answer_that_fails_ends_the_run_although_a_scorer_failed_first() -> None:
+    class Late(Told):
+        async def answer(self, task: Task, seed: int) -> Answer:
+            for _ in range(50):
+                await asyncio.sleep(0)
+            raise ForetokenError("too long")
+
+    tasks = [Task(id=at, prompt="?", expected="right") for at in range(2)]
+    opened = Opened(Told(lambda *_: "no"), Late(always), None)
+    with pytest.raises(ForetokenError, match=r"^B, task 0: too long$"):
+        asyncio.run(run(opened, tasks, Failing(tasks, range(1)), Plan()))
+
+
 @pytest.mark.parametrize(("failing", "num"), [(range(5, 13), 40), (range(3), 3)])
 def test_scorers_that_fail_again_and_again_end_the_run(failing: range, num: int) -> None:
     line = rf"{len(failing)} tasks in a row have no score: B, task {failing[-1]}: the scorer hangs"

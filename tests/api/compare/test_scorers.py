@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import socket
+import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +17,7 @@ import pytest
 from foretoken.api.compare import sandbox
 from foretoken.api.compare.answer import Answer
 from foretoken.api.compare.answering import _call
+from foretoken.api.compare.judging import LocalJudge
 from foretoken.api.compare.scorers import Scorers
 from foretoken.api.compare.tasks import Task
 from foretoken.core.errors import ForetokenError, InvalidRequest
@@ -164,6 +168,20 @@ def test_calls_are_expected_in_any_order_each_once() -> None:
     assert scored("", calls=calls[:1] * 2, scorer="calls", expected=lines) == 0.0
 
 
+@pytest.mark.parametrize(
+    ("possible", "values"),
+    [(([1, 2], [1]), (1, 2)), (([1], [1, 2]), (1, 2)), (([1], [True]), (1, True))],
+)
+def test_calls_whose_possible_values_overlap_are_paired(possible: Any, values: Any) -> None:
+    """A call must not take what only another call fits; in Python, True equals 1."""
+    expected = [{"f": {"x": each}} for each in possible]
+    for order in (values, values[::-1]):
+        calls = [{"name": "f", "arguments": {"x": each}} for each in order]
+        assert scored("", calls=calls, scorer="calls", expected=expected) == 1.0
+    wrong = [{"name": "f", "arguments": {"x": values[1]}}] * 2
+    assert scored("", calls=wrong, scorer="calls", expected=expected) == 0.0
+
+
 @pytest.mark.parametrize("scorer", ["exact", "regex", "number", "json", "python"])
 def test_an_answer_that_is_no_valid_unicode_is_scored(tmp_path: Path, scorer: str) -> None:
     own = function(tmp_path, "return 0.0") if scorer == "python" else scorer
@@ -216,6 +234,7 @@ def function(tmp_path: Path, body: str) -> str:
     [
         ("return answer == task['expected']", 1.0),
         ("return 0.25", 0.25),
+        ("import os; return float(os.environ['OMP_NUM_THREADS'] == '1')", 1.0),
         ("print('noise'); return len(task['calls'])", 0.0),
         ("print('0\\n' * 2**20); return 0.5", 0.5),
     ],
@@ -270,3 +289,31 @@ def test_a_judge_needs_a_valid_question() -> None:
     task = Task(id=1, prompt="?", scorer="judge", levels=["one"])
     with pytest.raises(InvalidRequest, match=r"task 1: .*levels"):
         Scorers([task], "exact", seconds=1, has_judge=True)
+
+
+class OddJudge:
+    """A model whose decision has no number."""
+
+    async def decide(self, *_: Any) -> Any:
+        return SimpleNamespace(answers=[SimpleNamespace(value=math.nan)])
+
+
+def test_a_judge_whose_decision_is_no_number_fails_the_scorer() -> None:
+    judge: Any = LocalJudge(OddJudge())  # type: ignore[arg-type]
+    task = Task(id=1, prompt="?", scorer="judge")
+    with pytest.raises(ForetokenError, match="the judge failed: a decision without a value"):
+        asyncio.run(judge.score(task, Answer(text="yes")))
+
+
+def test_folders_that_are_too_deep_to_delete_fail_the_scorer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cleanup = tempfile.TemporaryDirectory.cleanup
+
+    def too_deep(self: tempfile.TemporaryDirectory[str]) -> None:
+        cleanup(self)
+        raise RecursionError
+
+    monkeypatch.setattr(tempfile.TemporaryDirectory, "cleanup", too_deep)
+    with pytest.raises(ForetokenError, match="too deep to delete"):
+        scored("a", scorer="regex", expected="a")

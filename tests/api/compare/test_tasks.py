@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -47,6 +48,8 @@ def test_seeds_depend_on_the_task_and_not_on_its_place() -> None:
         ({"prompt": "a", "messages": MESSAGES}, "has either messages or a prompt"),
         ({"expected": 1}, "has either messages or a prompt"),
         ({"messages": []}, "has either messages or a prompt"),
+        ({"messages": [], "prompt": "a"}, "has either messages or a prompt"),
+        ({"messages": MESSAGES, "prompt": ""}, "has either messages or a prompt"),
         ({"messages": [{"content": "x"}]}, r"messages\[0\]"),
         ({"prompt": "a", "id": "one"}, "a task before has the id 'one'"),
     ],
@@ -55,6 +58,13 @@ def test_a_bad_line_is_named(tmp_path: Path, line: object, why: str) -> None:
     file = written(tmp_path, {"id": "one", "prompt": "a"}, line)
     with pytest.raises(InvalidRequest, match=f"tasks.jsonl, line 2.*{why}"):
         read_tasks(file, 0)
+
+
+def test_a_byte_order_mark_is_part_of_the_file_that_is_hashed(tmp_path: Path) -> None:
+    file = written(tmp_path, '\ufeff{"prompt": "a"}')
+    found = read_tasks(file, 0)
+    assert [each.prompt for each in found.tasks] == ["a"]
+    assert found.sha256 == hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 def test_a_file_without_tasks_or_no_file_is_refused(tmp_path: Path) -> None:

@@ -54,11 +54,12 @@ def check(
     response: dict[str, Any],
     adapter: str | None = None,
     seed: object = None,
+    name: str = "seed",
 ) -> list[dict[str, Any]]:
     file = tmp_path / "keys.json"
     file.write_bytes(msgspec.json.encode(keys.public))
     checked = CheckedReceipts(file)
-    request = {"n": 2, "seed": seed}
+    request = {"n": 2, name: seed}
     return [
         checked.changes(request, response, each, "here", adapter) for each in response["choices"]
     ]
@@ -97,6 +98,15 @@ def test_impossible_token_ids_are_refused(
     response["choices"][0]["token_ids"][0] = token_id
     with pytest.raises(InvalidRequest, match="no answer can have"):
         check(tmp_path, keys, response)
+
+
+@pytest.mark.parametrize("name", ["sampling_seed", "random_seed"])
+def test_a_seed_has_several_names(tmp_path: Path, keys: SigningKeys, name: str) -> None:
+    with pytest.raises(InvalidRequest, match="its seed is 5"):
+        check(tmp_path, keys, response_of(keys), seed=6, name=name)
+    found = check(tmp_path, keys, response_of(keys), seed=5, name=name)
+    assert [each["seed"] for each in found] == [*SEEDS]
+    assert all(each[name] is None for each in found)
 
 
 @pytest.mark.parametrize(("stated", "used"), [("sql", None), (None, "sql"), ("sql", "poems")])

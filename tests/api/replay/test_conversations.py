@@ -9,6 +9,8 @@ import msgspec
 import pytest
 
 from foretoken.api.certify.records import Asked, RecordedRequest
+from foretoken.api.replay.changes import Changes, read_change
+from foretoken.api.replay.conversation import Conversation
 from foretoken.api.replay.outcome import CallLine, Played, Side, sides_by_text
 from foretoken.api.replay.report import turn_lines
 from foretoken.api.replay.sessions import find_session, only_session
@@ -126,3 +128,13 @@ def test_a_character_of_several_tokens_is_not_a_difference() -> None:
     recorded, now, position = sides_by_text("a\U0001f600c", tokens, decode)
     assert (position, recorded.rest) == (len(tokens) - 1, "c")
     assert now.token == "b"
+
+
+@pytest.mark.parametrize("given", [{}, {"input": None}])
+def test_a_response_without_input_can_be_changed(tmp_path: Path, given: dict[str, Any]) -> None:
+    asked = record("a", path="/v1/responses", body={"instructions": "x", **given})
+    session = only_session(written(tmp_path / "a.jsonl", asked))
+    changes = Changes(bodies=[read_change("instructions=y")])
+    conversation = Conversation(session.turns, changes)
+    body = conversation.body(0, conversation.items(0))
+    assert (body["instructions"], body["input"]) == ("y", [])

@@ -377,6 +377,8 @@ def test_a_completion_is_changed_to_what_the_server_gives(
     assert (status, err) == (2, "foretoken replay: --system: completions have no system prompt\n")
     status, _, err = replay("completion", "--change", 'prompt:=["a", "b"]')
     assert (status, "several prompts" in err) == (2, True)
+    status, out, err = replay("completion", "--change", 'prompt:=["class A"]')
+    assert status == 0, out + err
 
 
 @pytest.mark.parametrize(
