@@ -175,6 +175,14 @@ def request(
     return make_request(request_id, prepared, seed=3, eos_token_ids=frozenset({EOS}))
 
 
+def in_idle_time(prompt: Iterable[int]) -> Request:
+    """The request "idle" for a part of a next turn's prompt."""
+    made = request("idle", prompt, prompt_only=True)
+    made.tenant = None
+    made.extras = msgspec.structs.replace(made.extras, is_idle_prefill=True)
+    return made
+
+
 async def read(stream: AsyncIterator[Delta]) -> Delta:
     """All that a stream has, merged; its error is raised."""
     async with asyncio.timeout(SECONDS):

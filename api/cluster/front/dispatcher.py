@@ -94,7 +94,7 @@ class Dispatcher:
             raise self._queue_full()
         self.live[request.request_id] = live
         self.idle.clear()
-        self._metrics.notify.begin(request, now)
+        self._metrics.observe_arrival(request, now)
         return live.stream
 
     def _check_adapter(self, request: Request) -> None:
@@ -265,7 +265,7 @@ class Dispatcher:
             live.sent(now)
             self.sessions.placed(request, link)
             self._note_place(live, link, choice)
-            self._metrics.hit_tokens.inc(choice.hit_tokens)
+            self._metrics.observe_place(request, choice.hit_tokens)
             return True
         return False
 
@@ -347,6 +347,9 @@ class Dispatcher:
             return
         now = self._clock()
         live.lose(now)
+        if live.request.extras.is_idle_prefill:  # the pages before its own are lost, too
+            self._finish(live, Delta(error=EngineDead("the replica of a prompt was lost")))
+            return
         if live.num_losses >= MAX_LOSSES:
             message = f"the request failed: {MAX_LOSSES} replicas were lost while serving it"
             self._finish(live, Delta(error=EngineDead(message)))
@@ -407,7 +410,7 @@ class Dispatcher:
 
     def _deliver(self, live: LiveRequest, delta: Delta, now: float) -> None:
         live.stream.push(delta)
-        self._metrics.notify.observe_delta(live.request, delta, now)
+        self._metrics.observe_delta(live.request, delta, now)
 
 
 def _check_lives(live: LiveRequest, delta: Delta) -> None:

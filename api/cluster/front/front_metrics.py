@@ -16,6 +16,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
+from ....core.interface.request import Delta, Request
 from ....core.telemetry.families import PREFIX, Reader, gauge
 from ....core.telemetry.observers import Observers
 
@@ -77,7 +78,7 @@ class FrontMetrics:
         self.moved = self._count(
             "requests_moved", "Requests moved to another replica because their replica was lost"
         )
-        self.hit_tokens = self._count(
+        self._hit_tokens = self._count(
             "route_hit_tokens", "Prompt tokens expected to be cached in the chosen replica"
         )
         self._lost = self._count("replicas_lost", "Lost replicas by cause", "cause")
@@ -96,6 +97,23 @@ class FrontMetrics:
 
     def _count(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(PREFIX + name, text, labels, registry=self.registry)
+
+    # Prompts that are computed in idle time are left out, as in `EngineMetrics`.
+
+    def observe_arrival(self, request: Request, now: float) -> None:
+        """Pass an accepted request to the observers."""
+        if not request.extras.is_idle_prefill:
+            self.notify.begin(request, now)
+
+    def observe_place(self, request: Request, hit_tokens: int) -> None:
+        """Count the tokens of a request that are probably cached in the chosen replica."""
+        if not request.extras.is_idle_prefill:
+            self._hit_tokens.inc(hit_tokens)
+
+    def observe_delta(self, request: Request, delta: Delta, now: float) -> None:
+        """Pass served tokens, or a request's end, to the observers."""
+        if not request.extras.is_idle_prefill:
+            self.notify.observe_delta(request, delta, now)
 
     def lost(self, cause: str) -> None:
         """Count a loss; ``cause`` is one of `CAUSES`."""

@@ -80,7 +80,9 @@ class LiveRequest:
         request, sampling = self.request, self.request.sampling
         is_plain = sampling.pooling is None and sampling.params.prompt_logprobs is None
         is_new = not (self.was_prefilled or request.num_output)
-        return is_new and is_plain and not request.cache.is_private
+        # Idle time is for the replica that has the pages before.
+        is_asked = not request.extras.is_idle_prefill
+        return is_new and is_plain and is_asked and not request.cache.is_private
 
     def sent(self, now: float) -> None:
         """Record that the request was sent to a replica."""

@@ -113,9 +113,9 @@ class ReplicaLink:
 
     def forget(self, request_id: str) -> None:
         """Remove a request; later deltas of this request are ignored."""
-        if self.requests.pop(request_id, None) is not None:
+        if (live := self.requests.pop(request_id, None)) is not None:
             self._ended.append(request_id)
-            self.num_served += 1
+            self.num_served += not live.request.extras.is_idle_prefill
 
     # -- calls ----------------------------------------------------------------------------------
 

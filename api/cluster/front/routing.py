@@ -237,8 +237,8 @@ class Router(Generic[R]):
         """Return the replica for a request that is sent now, or None if all are excluded.
 
         If ``is_sent`` is false, the request is not sent now, and no state changes.
-        ``is_idle_prefill``: the request computes the next pages of a prompt in
-        advance; without a session it belongs where the pages before are, whatever the route.
+        ``is_idle_prefill``: the request computes the next pages of a prompt in advance. Unless its
+        session decides, it belongs where the pages before are, whatever the route.
 
         ``tokens``: all tokens of the request, including its output so far. ``now``: seconds on a
         monotonic clock. ``excluded``: replicas that cannot take the request. The request's pages

@@ -44,7 +44,7 @@ from .forms import (
     wire_errors,
 )
 
-VERSION = 5  # version of all messages and their contents; others are refused at `Hello`
+VERSION = 6  # version of all messages and their contents; others are refused at `Hello`
 KEY_BYTES = 8  # length of the part of a page's 32-byte key that is sent
 M = TypeVar("M")
 Seed = Annotated[int, Meta(ge=0)]  # msgpack's integers end at 64 bits

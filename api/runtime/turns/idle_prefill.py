@@ -56,6 +56,8 @@ class IdlePrefill:
         self._current: NextPrompt | None = None
         self._size: ChunkSize | None = None  # None until the first answer has ended
         self._task: asyncio.Task[None] | None = None
+        # id of the request of the present chunk, and the task that reads it to its end
+        self._chunk: tuple[str, asyncio.Task[FinishReason | None]] | None = None
         # consecutive failures of the chat template, by owner
         self._failures: OrderedDict[Owner, int] = OrderedDict()
         self._has_warned = False  # whether the log has the warning about them
@@ -106,6 +108,16 @@ class IdlePrefill:
     def flush(self, *salts: str | None) -> None:
         """Drop the next turns with these cache salts; without a salt, all of them."""
         self._drop(lambda turn: not salts or turn.chat.params.cache_salt in salts)
+
+    async def settled(self) -> None:
+        """Abort the chunk of a dropped next turn, and wait for its end.
+
+        A flush of the cache before its end would leave all pages that the chunk uses.
+        """
+        if self._chunk is not None and self._current is None:
+            request_id, reading = self._chunk
+            self._llm.engine.abort(request_id)
+            await asyncio.wait([reading])
 
     def collector(self) -> Collector:
         """Return the metrics."""
@@ -258,11 +270,15 @@ class IdlePrefill:
         pages before it, which were cached when the answer ended, have been evicted.
         """
         reading = asyncio.create_task(_reason(stream))
-        while not (await asyncio.wait([reading], timeout=seconds))[0]:
-            if not (self._llm.is_idle and self._current is turn):
-                self._llm.engine.abort(stream.request.request_id)
-                break
-        return await reading is not FinishReason.ABORT
+        self._chunk = stream.request.request_id, reading
+        try:
+            while not (await asyncio.wait([reading], timeout=seconds))[0]:
+                if not (self._llm.is_idle and self._current is turn):
+                    self._llm.engine.abort(stream.request.request_id)
+                    break
+            return await reading is not FinishReason.ABORT
+        finally:
+            self._chunk = None
 
     def _request(self, turn: NextPrompt, stop: int) -> Request:
         """Return the request of the chunk that ends at ``stop``.

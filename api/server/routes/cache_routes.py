@@ -66,23 +66,25 @@ class CacheRoutes(Endpoints):
             async with self.service.wanted(request.receive):
                 tokens = array("q", await self._token_ids(body.prefix, salt))
             dropped = 0
-            self._flush_texts(salt)  # they are not indexed by prefix
+            await self._flush_texts(salt)  # they are not indexed by prefix
             for namespace in (salt, *llm.adapters.namespaces(salt)):
                 dropped += await llm.engine.flush_prefix(tokens, namespace)
                 llm.prompts.flush_prefix(tokens, namespace)
         else:
             salts = () if salt is None else (salt,)
             namespaces = () if salt is None else (salt, *llm.adapters.namespaces(salt))
-            self._flush_texts(*salts)
+            await self._flush_texts(*salts)
             dropped = await llm.engine.flush_cache(*namespaces)
             llm.prompts.flush(*namespaces)
         return JsonResponse(Flushed(flushed_pages=dropped))
 
-    def _flush_texts(self, *salts: str | None) -> None:
+    async def _flush_texts(self, *salts: str | None) -> None:
         """Forget answers and next turns under these salts; without a salt, all of them."""
-        self.service.chat.next_turns.flush(*salts)
-        if self.service.chat.history is not None:
-            self.service.chat.history.flush(*salts)
+        chat = self.service.chat
+        chat.next_turns.flush(*salts)
+        if chat.history is not None:
+            chat.history.flush(*salts)
+        await chat.next_turns.settled()
 
     async def _token_ids(self, prefix: str | list[int | Message], salt: str | None) -> list[int]:
         llm = self.service.llm

@@ -15,6 +15,7 @@ from foretoken.core.telemetry.observers import EngineObserver
 from foretoken.radix_cache import Eviction
 from support.scripted_replica import (
     front_of,
+    in_idle_time,
     read,
     replicas_of,
     request,
@@ -62,6 +63,20 @@ async def test_the_output_so_far_and_what_was_counted_go_along() -> None:
         assert 0.25 <= usage.queue_time < 9.0
         assert b"requests_moved_total 1.0" in front.metrics.render()[0]
         assert b'replicas_lost_total{cause="closed"} 1.0' in front.metrics.render()[0]
+
+
+async def test_what_is_computed_in_idle_time_ends_with_its_replica() -> None:
+    async with front_of(2) as front, replicas_of(front, 2) as replicas:
+        stream = front.submit(in_idle_time([5] * 32))
+        (place,) = [n for n, row in enumerate(front.describe()) if row["requests"]]
+        lost, other = replicas[place], replicas[1 - place]
+        await lost.submitted()
+        lost.die()
+        with pytest.raises(EngineDead, match="lost"):
+            await read(stream)
+        assert b"requests_moved_total 0.0" in front.metrics.render()[0]
+        front.submit(request())
+        assert (await other.submitted()).request_id == "r"
 
 
 async def test_whoever_computed_the_prompt_has_its_counts() -> None:

@@ -49,6 +49,7 @@ from support.scripted_replica import (
     SECONDS,
     ScriptedReplica,
     front_of,
+    in_idle_time,
     read,
     replicas_of,
     request,
@@ -236,6 +237,30 @@ async def test_observers_follow_requests_as_they_follow_an_engine(
         assert (await read(stream)).token_ids == [10, 11]
         assert (seen.began, seen.tokens, seen.steps) == (["r"], [10, 11], [1, 1])
         assert b"front_observer_failures_total 1.0" in front.metrics.render()[0]
+
+
+async def test_idle_time_is_neither_observed_nor_counted_as_requests() -> None:
+    class Seen(EngineObserver):
+        def __init__(self) -> None:
+            self.calls: list[str] = []
+
+        def begin(self, request: Request, now: float) -> None:
+            self.calls.append(request.request_id)
+
+        def observe_delta(self, request: Request, delta: Delta, now: float) -> None:
+            self.calls.append(request.request_id)
+
+    async with front_of(route=Route.KV) as front, replicas_of(front) as (replica,):
+        seen = Seen()
+        front.metrics.observers.append(seen)
+        for wanted in (request(prompt=[5] * 48), in_idle_time([5] * 48)):
+            stream = front.submit(wanted)
+            name = (await replica.submitted()).request_id
+            replica.finish(name)
+            await read(stream)
+        assert seen.calls == ["r", "r"]
+        assert front.describe()[0]["served"] == 1
+        assert b"route_hit_tokens_total 0.0" in front.metrics.render()[0]
 
 
 # -- which replica --------------------------------------------------------------------------------

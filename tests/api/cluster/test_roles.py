@@ -16,7 +16,15 @@ from foretoken.api.cluster.wire.messages import Abort, Drop, Fetch, Submit, body
 from foretoken.core.errors import EngineDead, ForetokenError, QueueFull
 from foretoken.core.interface.output import TokenLogprob
 from foretoken.core.interface.request import CacheOptions, Delta, FinishReason
-from support.scripted_replica import ScriptedReplica, front_of, read, request, step, until
+from support.scripted_replica import (
+    ScriptedReplica,
+    front_of,
+    in_idle_time,
+    read,
+    request,
+    step,
+    until,
+)
 
 LONG = [5] * PREFILL_TOKENS
 TOP = TokenLogprob(token_id=10, logprob=-1.0, top=[])
@@ -118,6 +126,15 @@ async def test_what_gains_nothing_is_sent_whole(roles: Any, options: dict[str, A
         sent = await one.submitted()
         assert (sent.hands_over, sent.transfer) == (False, None)
         await finish(one, stream)
+
+
+async def test_idle_time_is_spent_where_the_answer_was_computed() -> None:
+    async with front_of(2) as front, with_roles(front, "prefill", "decode") as (_, d):
+        stream = front.submit(in_idle_time(LONG))
+        sent = await d.submitted()
+        assert (sent.hands_over, sent.transfer, sent.is_idle_prefill) == (False, None, True)
+        d.finish("idle")
+        await read(stream)
 
 
 @pytest.mark.parametrize("fault", ["dies", "is full", "fails", "holds nothing", "ends it unasked"])

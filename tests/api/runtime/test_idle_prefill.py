@@ -193,6 +193,28 @@ def test_it_waits_while_a_request_runs_between_two_chunks_as_well() -> None:
     run(act)
 
 
+def test_a_flush_can_wait_for_the_end_of_the_chunk_that_it_dropped() -> None:
+    """Else the chunk would keep the whole conversation in the cache that is flushed."""
+
+    async def act() -> None:
+        scene = Scene()
+        scene.machine.by_hand = True
+        scene.end(scene.ask(1, salt="a"))
+        await scene.settle()
+        assert len(scene.machine.waiting) == 1
+        scene.idle.flush("b")
+        await scene.idle.settled()
+        assert len(scene.machine.waiting) == 1, "the other salt's chunk goes on"
+        scene.idle.flush("a")
+        await scene.idle.settled()
+        assert not scene.machine.waiting
+        await scene.settle()
+        assert len(scene.machine.requests) == 1
+        await scene.idle.settled()
+
+    run(act)
+
+
 def test_owners_take_turns() -> None:
     async def act() -> list[int]:
         scene = Scene(num_tokens=9)
