@@ -203,13 +203,15 @@ def test_the_replica_of_the_answer_computes_the_next_turn(tmp_path: Path, route:
         url = server.url
         for name in ("a", "b", "c", "d"):
             messages = [user(f"{name}: {ASK}"), {"role": "assistant", "content": ASK}, user("Why?")]
+            before, num_idle = prefilled(url), counts(url, "tokens_total")
             answered, usage = _computed(url, name, messages)
             assert len(answered) == 1
-            before = prefilled(url)
             deadline = time.monotonic() + SECONDS
             while counts(url, "turns_total") < ord(name) - ord("a") + 1:
                 assert time.monotonic() < deadline, metrics(url)
+            # The request itself counts, too: idle work may begin before the answer has been read.
             assert {each for each, num in prefilled(url).items() if num > before[each]} == answered
+            assert counts(url, "tokens_total") > num_idle
             if route == "even":  # the next turn may go to the other replica
                 continue
             messages = [*messages, {"role": "assistant", "content": usage["said"]}, user("When?")]
