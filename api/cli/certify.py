@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from ...core.config import EngineConfig
 from ...core.errors import ForetokenError, InvalidRequest
 from .config import Chosen, given_options
-from .flags import Parser
+from .flags import Parser, count
 from .outputs import check_out
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def add_certify_flags(parser: Parser) -> None:
     number = parser.add_mutually_exclusive_group()
     number.add_argument(
         "--requests",
-        type=_count,
+        type=count,
         metavar="N",
         help=f"number of requests ({REQUESTS:,}); each is sent in every pass",
     )
@@ -97,16 +97,6 @@ def _write(path: Path, found: Certificate, text: str) -> None:
 
 def _tell(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
-
-
-def _count(text: str) -> int:
-    try:
-        number = int(text)
-    except ValueError:
-        number = 0
-    if number < 1:
-        raise argparse.ArgumentTypeError("must be a number of at least 1")
-    return number
 
 
 def _command() -> str:

@@ -14,7 +14,7 @@ from ...core.errors import InvalidRequest
 from ..serving.settings import Settings
 from ..types.sampling_params import SamplingParams
 from .config import Chosen, Given, model_options
-from .flags import Parser
+from .flags import Parser, count
 from .outputs import check_out, write_out
 
 if TYPE_CHECKING:
@@ -25,16 +25,6 @@ if TYPE_CHECKING:
 
 KINDS = (Chosen, EngineConfig, SamplingParams)
 LOOKS_TOLD = 10  # lines of progress
-
-
-def _count(text: str) -> int:
-    try:
-        number = int(text)
-    except ValueError:
-        number = 0
-    if number < 1:
-        raise argparse.ArgumentTypeError("must be a number of at least 1")
-    return number
 
 
 def _above_zero(text: str) -> float:
@@ -70,13 +60,13 @@ FLAGS: Sequence[tuple[str, str, Callable[[str], object], object, str]] = (
      "time limit of a run of regex, pytest or a function, in seconds (10)"),
     ("server-seconds", "S", _above_zero, 600.0,
      "time limit of an answer of a server, in seconds (600)"),
-    ("samples", "N", _count, 1,
+    ("samples", "N", count, 1,
      "answers of each variant to a task, each with a seed of its own (1)"),
     ("level", "PERCENT", _percent, 0.95,
      "confidence of the interval and the verdict, in percent (95)"),
     ("margin", "POINTS", _percent, None,
      "stop, too, if the difference is certainly not greater than POINTS (never)"),
-    ("concurrency", "N", _count, 16,
+    ("concurrency", "N", count, 16,
      "number of tasks answered at a time; no result depends on it (16)"),
     ("json", "FILE", Path, None, "write the result with all answers to FILE"),
 )  # fmt: skip

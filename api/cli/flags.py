@@ -169,3 +169,14 @@ def engine_options(parsed: argparse.Namespace) -> dict[str, Any]:
 
     given = {name: getattr(parsed, name) for name in EngineConfig.names()}
     return {name: value for name, value in given.items() if value is not None}
+
+
+def count(text: str) -> int:
+    """Read a flag's value that is a number of at least 1, for `argparse`."""
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError("must be a number of at least 1")
+    return number
