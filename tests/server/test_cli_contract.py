@@ -211,6 +211,8 @@ def test_drafts_are_shown_in_colour_and_the_text_stays_the_same() -> None:
         "0",
         "--max-tokens",
         "20",
+        "--speculation",
+        "4",
         *SMALL,
     ]
     plain = call(*args)
