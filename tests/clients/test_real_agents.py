@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from pathlib import Path
+from subprocess import TimeoutExpired
 
 import pytest
 
@@ -12,15 +14,18 @@ from clients.agent_programs import ARE_INSTALLED, EDITOR, KEY, NOT_INSTALLED, co
 from support.server_process import running
 
 FILE = os.environ.get("FORETOKEN_QWEN_GGUF", "")
-SECONDS = 500  # of Codex; the server needs up to a minute to start and to end on a busy machine
+SECONDS = 120  # of Codex; the server needs up to a minute to start and to end on a busy machine
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(SECONDS + 120),
     pytest.mark.skipif(not FILE, reason="FORETOKEN_QWEN_GGUF names no file"),
     pytest.mark.skipif(not ARE_INSTALLED, reason=NOT_INSTALLED),
 ]
-GREET = 'def greet():\n    return "hello"\n'
-TASK = f'greet.py has these lines:\n\n{GREET}\nChange "hello" to "good day". Use apply_patch.'
+PROGRAM = "# Says hello.\nprint('hello')\n"
+TASK = f"""greet.py has these lines:
+
+{PROGRAM}
+Replace the line print('hello') by print('good day'). Use apply_patch."""
 # The documentation has these settings, too (docs/clients/codex.md). With all of Codex's own
 # instructions the first prompt has 8,000 tokens, more than two cores prefill in five minutes.
 SETTINGS = (
@@ -52,12 +57,14 @@ Lines of the file that stay have a space before them. When the file is changed, 
 
 def test_codex_edits_a_file_as_a_small_model_writes_the_patch(tmp_path: Path) -> None:
     """The tool's grammar makes each patch well-formed; its content is the model's."""
-    (tmp_path / "greet.py").write_text(GREET)
+    (tmp_path / "greet.py").write_text(PROGRAM)
     (tmp_path / "instructions.md").write_text(INSTRUCTIONS)
     command = [sys.executable, "-m", "foretoken", "serve", FILE, "--served-model-name", EDITOR]
     options = ["--port", "0", "--api-key", KEY, "--max-model-len", "8192"]
     options += ["--override-generation-config", '{"temperature": 0}']
     settings = [each.replace("instructions.md", f"{tmp_path}/instructions.md") for each in SETTINGS]
-    with running(started_by=[*command, *options]) as server:
-        told = codex(TASK, server.url, tmp_path, model=EDITOR, settings=settings, timeout=SECONDS)
-    assert (tmp_path / "greet.py").read_text() == GREET.replace("hello", "good day"), told
+    with running(started_by=[*command, *options]) as server, contextlib.suppress(TimeoutExpired):
+        # A model of this size goes on calling the tool after the file is changed: Codex then runs
+        # until its time is over.
+        codex(TASK, server.url, tmp_path, model=EDITOR, settings=settings, timeout=SECONDS)
+    assert (tmp_path / "greet.py").read_text() == "# Says hello.\nprint('good day')\n"
