@@ -1,4 +1,4 @@
-"""Formats of DeepSeek V3.2 and V4, GigaChat, Kimi K3, MiniMax M3, Muse, Apertus and xLAM."""
+"""Formats of DeepSeek V3.2 and V4, GigaChat, Kimi K3, MiniMax M3, Muse, Apertus, xLAM and Ernie 4.5."""
 
 from __future__ import annotations
 
@@ -61,6 +61,14 @@ def of(family: str, text: str, *, reasoning: str = "none", tail: str = "", tools
 def arguments(found: Read) -> list[Any]:
     assert all(is_done for _, _, is_done in found.calls)
     return [json.loads(text) for _, text, _ in found.calls]
+
+
+def test_ernie_writes_the_calls_of_hermes_after_thoughts_that_the_prompt_begins():
+    call = '<tool_call>\n{"name": "f", "arguments": {"s": %s}}\n</tool_call>\n'
+    text = f"Two calls.\n</think>\n\n{call % json.dumps(ODD)}{call % json.dumps('b')}"
+    found = of("hermes", text, reasoning="think", tail="<think>\n")
+    assert arguments(found) == [{"s": ODD}, {"s": "b"}]
+    assert (found.thought.strip(), found.words.strip()) == ("Two calls.", "")
 
 
 @pytest.mark.parametrize("family", BOTH)
