@@ -1,4 +1,4 @@
-"""Formats of DeepSeek V3.2 and V4, GigaChat, Kimi K3, MiniMax M3, Muse, Apertus, xLAM and Ernie 4.5."""
+"""Formats of DeepSeek V3.2 and V4, GigaChat, Kimi K3, MiniMax M3, Muse, Apertus, xLAM and Ernie."""
 
 from __future__ import annotations
 
