@@ -63,7 +63,7 @@ class IdlePrefill:
         self._has_warned = False  # whether the log has the warning about them
         self.num_tokens = self.num_chunks = 0
         self.ends = dict.fromkeys(ENDS, 0)
-        llm.on_session_end.append(self.end_session)
+        llm.session_ends.listeners.append(self.end_session)
 
     def wants(self, chat: ChatInput, request: Request) -> bool:
         """Whether to compute the next turn of a conversation when its answer has ended."""

@@ -12,6 +12,7 @@ import pytest
 
 from foretoken.api.runtime.conversation.chat_input import ChatInput
 from foretoken.api.runtime.preprocess import PromptTokens
+from foretoken.api.runtime.sessions import SessionEnds
 from foretoken.api.runtime.turns.chunk_size import LEAST_SECONDS, ChunkSize
 from foretoken.api.runtime.turns.idle_prefill import (
     MAX_BYTES,
@@ -49,7 +50,7 @@ class Machine:
         self.config = SimpleNamespace(max_priority=10)
         self.engine = self
         self.freed = asyncio.Event()
-        self.on_session_end: list[Callable[[str], None]] = []
+        self.session_ends = SessionEnds()
 
     async def cache_info(self) -> dict[str, int]:
         return {"free_pages": self.room, "evictable_pages": 0}
@@ -437,8 +438,7 @@ def test_the_end_of_the_session_ends_it() -> None:
         scene.machine.is_idle = False
         scene.end(scene.ask(1), session="s")
         scene.end(scene.ask(2), session="t")
-        (listener,) = scene.machine.on_session_end
-        listener("s")
+        scene.machine.session_ends.tell("s")
         scene.machine.is_idle = True
         await scene.settle()
         assert set(scene.names) == {2}
