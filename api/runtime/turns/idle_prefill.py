@@ -9,6 +9,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
+from weakref import WeakSet
 
 import msgspec
 from prometheus_client.core import Metric
@@ -60,6 +61,8 @@ class IdlePrefill:
         self._chunk: tuple[str, asyncio.Task[FinishReason | None]] | None = None
         # consecutive failures of the chat template, by owner
         self._failures: OrderedDict[Owner, int] = OrderedDict()
+        # Answers whose next turn will be computed. Their streams hold them while they run.
+        self._answers: WeakSet[_RunningAnswer] = WeakSet()
         self._has_warned = False  # whether the log has the warning about them
         self.num_tokens = self.num_chunks = 0
         self.ends = dict.fromkeys(ENDS, 0)
@@ -81,10 +84,11 @@ class IdlePrefill:
 
     def after(self, chat: ChatInput, request: Request) -> Callable[[Choice], None]:
         """Return a function that takes the answer to ``chat`` and queues the next turn."""
+        answer = _RunningAnswer(request.cache.session)
+        self._answers.add(answer)
 
         def begin(choice: Choice) -> None:
-            # The session may have been ended since the request was submitted.
-            if choice.finish_reason == "abort" or request.cache.ends_session:
+            if choice.finish_reason == "abort" or answer.is_last:
                 return
             if self._size is None:
                 self._size = ChunkSize(self._llm.page_size)
@@ -102,7 +106,9 @@ class IdlePrefill:
         self._drop(lambda turn: turn.continues(chat.messages, owner))
 
     def end_session(self, session: str) -> None:
-        """Drop the next turns of a session."""
+        """Drop the next turns of a session, and those after its running answers. O(answers)."""
+        for answer in self._answers:
+            answer.is_last |= answer.session == session
         self._drop(lambda turn: turn.session == session)
 
     def flush(self, *salts: str | None) -> None:
@@ -300,6 +306,14 @@ class IdlePrefill:
         request.tenant = None  # idle time is charged to no tenant
         request.extras = msgspec.structs.replace(request.extras, is_idle_prefill=True)
         return request
+
+
+class _RunningAnswer:
+    """An answer of a session that has not ended. ``is_last``: whether its session has ended."""
+
+    def __init__(self, session: str | None) -> None:
+        self.session = session
+        self.is_last = False
 
 
 async def _reason(stream: TokenStream) -> FinishReason | None:

@@ -404,15 +404,25 @@ def test_pages_that_may_be_lost_need_room_as_well(session: str | None) -> None:
 def test_a_session_that_ends_while_its_answer_runs_has_no_next_turn() -> None:
     async def act() -> None:
         scene = Scene()
-        options = CacheOptions(session="s")
-        request = SimpleNamespace(cache=options, transfer=NO_TRANSFER, usage=Usage())
-        chat = scene.ask(1)
-        assert scene.idle.wants(chat, request)  # type: ignore[arg-type]
-        begin = scene.idle.after(chat, request)  # type: ignore[arg-type]
-        request.cache = CacheOptions(session="s", ends_session=True)
-        begin(ENDED)
+        begin = {}
+        for name, session in enumerate(["s", "t", "s"]):
+            request = SimpleNamespace(
+                tokens=array("q", [1, 2, 3]),
+                prompt_len=3,
+                cache=CacheOptions(session=session),
+                transfer=NO_TRANSFER,
+                usage=Usage(),
+            )
+            if name == 2:
+                scene.machine.session_ends.tell("s")
+            begin[name] = scene.idle.after(scene.ask(name), request)  # type: ignore[arg-type]
+        for take in begin.values():
+            take(ENDED)
         await scene.settle()
-        assert not scene.names
+        assert set(scene.names) == {1, 2}, "the last one began after the end of its session"
+        begin.clear()
+        del take
+        assert not scene.idle._answers, "nothing is left of answers that have ended"
 
     run(act)
 
