@@ -103,6 +103,12 @@ class Dispatcher:
         if name is not None and not any(request.extras.adapter in link.adapters for link in links):
             raise Unavailable(f"no connected replica has loaded the adapter {name}; retry later")
 
+    def replica_for(self, request: Request, session: str | None) -> ReplicaLink | None:
+        """Return the replica that a new request would be sent to now; None if none has room."""
+        now = self._clock()
+        choice = self._choose(LiveRequest(request, session, now), now, is_sent=False)
+        return None if choice is None else self._roster.links[choice.replica]
+
     def abort(self, request_id: str) -> None:
         """Abort a request between two steps; unknown and finished ones are ignored."""
         live = self.live.get(request_id)

@@ -8,7 +8,6 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
 from weakref import WeakSet
 
 import msgspec
@@ -195,10 +194,15 @@ class IdlePrefill:
         if not turn.num_missing:
             return "needless"
         while turn.num_missing:
-            if not (await self._is_idle_for(turn) and await self._has_room(turn)):
+            if not await self._is_idle_for(turn):
+                return "dropped"
+            size = self._size or ChunkSize(self._llm.page_size)
+            request = self._request(turn, min(turn.num_wanted, turn.num_cached + size.tokens))
+            if not await self._has_room(turn, request):
                 return "dropped"
             # A request may have arrived meanwhile, or the next turn itself.
-            if self._llm.is_idle and self._current is turn and not await self._compute_chunk(turn):
+            is_free = self._llm.is_idle and self._current is turn
+            if is_free and not await self._compute_chunk(turn, request, size):
                 return "dropped"
         return "ready"
 
@@ -235,23 +239,17 @@ class IdlePrefill:
                 error,
             )
 
-    async def _has_room(self, turn: NextPrompt) -> bool:
-        """Whether each pool has enough pages that no pin and no request holds.
+    async def _has_room(self, turn: NextPrompt, request: Request) -> bool:
+        """Whether the pool that would compute ``request`` has room for the rest of the next turn.
 
         Without a session the tokens in the cache are not pinned, and may have been evicted.
         """
         num_tokens = turn.num_wanted if turn.session is None else turn.num_missing
-        info: Any = await self._llm.engine.cache_info()
-        pools = info.get("replicas", [info])
-        room = min((each["free_pages"] + each["evictable_pages"] for each in pools), default=0)
-        return num_tokens <= room * self._llm.page_size
+        return num_tokens <= await self._llm.engine.room_for(request) * self._llm.page_size
 
-    async def _compute_chunk(self, turn: NextPrompt) -> bool:
+    async def _compute_chunk(self, turn: NextPrompt, request: Request, size: ChunkSize) -> bool:
         """Compute the next chunk; return whether the chunks before it were still in the cache."""
-        size, page_size = self._size or ChunkSize(self._llm.page_size), self._llm.page_size
-        stop = min(turn.num_wanted, turn.num_cached + size.tokens)
-        request = self._request(turn, stop)
-        began = time.monotonic()
+        page_size, began = self._llm.page_size, time.monotonic()
         stream = submit(self._llm.engine, request)
         if turn.adapter is not None:
             self._llm.adapters.find(turn.adapter).hold(stream)

@@ -529,6 +529,33 @@ async def test_all_replicas_are_told_that_a_session_ends() -> None:
         assert not had
 
 
+@pytest.mark.parametrize("place", [0, 1])
+async def test_the_replica_that_has_the_pages_is_asked_for_its_room(place: int) -> None:
+    async with front_of(2) as front, replicas_of(front, 2) as replicas:
+        prompt = array("q", range(5, 5 + 64))
+        keys = [*chain_keys(root_key(b"f" * 32, None), prompt, 16)]
+        load = Load(running=0, waiting=0, kv_usage=0.0)
+        replicas[place].send(Step(load=load, pages=[page_news(is_stored=True, keys=keys)]))
+        await asked(replicas, [0, 0], front.flush_cache())  # so the news are there, too
+        idle = in_idle_time(prompt)
+        room, calls = await asked([replicas[place]], [CACHE], front.room_for(idle))
+        assert (room, calls[0].question) == (7, CacheInfo())
+        _, calls = await asked(replicas, [0, 0], front.flush_cache())
+        assert [call.question for call in calls] == [FlushCache()] * 2, "the other was not asked"
+
+
+async def test_no_replica_has_no_room() -> None:
+    async with front_of() as front, replicas_of(front) as (replica,):
+        idle = in_idle_time([5])
+        assert (await asked([replica], [CACHE], front.room_for(idle)))[0] == 7
+        failed = asyncio.create_task(front.room_for(idle))
+        await replica.answer_error(ForetokenError("a step failed"))
+        assert await failed == 0
+        replica.die()
+        await until(lambda: not front.describe())
+        assert await front.room_for(idle) == 0
+
+
 async def test_reports_of_all_replicas_are_one() -> None:
     async with front_of(2) as front, replicas_of(front, 2) as replicas:
         cache, calls = await asked(replicas, [CACHE, CACHE], front.cache_info("mine"))

@@ -39,6 +39,7 @@ class Machine:
 
     def __init__(self) -> None:
         self.requests: list[Request] = []
+        self.asked: list[Request] = []  # requests whose room was asked for
         self.waiting: list[TokenStream] = []
         self.by_hand = False
         self.is_idle = self.ready = True
@@ -52,8 +53,9 @@ class Machine:
         self.freed = asyncio.Event()
         self.session_ends = SessionEnds()
 
-    async def cache_info(self) -> dict[str, int]:
-        return {"free_pages": self.room, "evictable_pages": 0}
+    async def room_for(self, request: Request) -> int:
+        self.asked.append(request)
+        return self.room
 
     async def wait_for_room(self, seconds: float) -> None:
         del seconds
@@ -491,6 +493,8 @@ def test_pinned_pages_are_left_alone(num_free: int, end: str) -> None:
         scene.end(scene.ask(1))
         await scene.settle()
         assert scene.idle.ends[end] == 1
+        asked, computed = scene.machine.asked, scene.machine.requests
+        assert asked == computed if end == "ready" else len(asked) == 1
 
     run(act)
 
