@@ -166,7 +166,7 @@ class Dispatcher:
                 self._take_prefill(live, delta, step.handed.get(request_id), now)
             elif live is not None:
                 link.check_tokens(delta, live)
-                self._take_delta(live, delta, step.usages.get(request_id), now)
+                self._take_delta(link, live, delta, step.usages.get(request_id), now)
         for request_id, handed in step.handed.items():
             live = link.requests.get(request_id)
             if live is not None and live.is_prefilling:
@@ -174,7 +174,9 @@ class Dispatcher:
         if step.deltas:
             self._metrics.notify.observe_replica_step(link.number)
 
-    def _take_delta(self, live: LiveRequest, delta: Delta, usage: Usage | None, now: float) -> None:
+    def _take_delta(
+        self, link: ReplicaLink, live: LiveRequest, delta: Delta, usage: Usage | None, now: float
+    ) -> None:
         request = live.request
         _check_lives(live, delta)
         was_terminal, is_first = delta.terminal, delta.token_ids and not request.num_output
@@ -185,7 +187,7 @@ class Dispatcher:
             self._end(live, now)
         elif is_first:
             self._router.progress(request.request_id, len(request.tokens))
-        self._deliver(live, delta, now)
+        self._deliver(live, delta, now, replica=link.number)
 
     def _take_prefill(
         self, live: LiveRequest, delta: Delta, handed: bytes | None, now: float
@@ -414,9 +416,11 @@ class Dispatcher:
             self.idle.set()
             self._finished.clear()
 
-    def _deliver(self, live: LiveRequest, delta: Delta, now: float) -> None:
+    def _deliver(
+        self, live: LiveRequest, delta: Delta, now: float, *, replica: int | None = None
+    ) -> None:
         live.stream.push(delta)
-        self._metrics.observe_delta(live.request, delta, now)
+        self._metrics.observe_delta(live.request, delta, now, replica=replica)
 
 
 def _check_lives(live: LiveRequest, delta: Delta) -> None:

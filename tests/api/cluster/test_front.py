@@ -544,6 +544,34 @@ async def test_the_replica_that_has_the_pages_is_asked_for_its_room(place: int) 
         assert [call.question for call in calls] == [FlushCache()] * 2, "the other was not asked"
 
 
+async def test_observers_are_told_of_chunks_of_idle_time_and_not_of_their_requests() -> None:
+    class Watcher(EngineObserver):
+        def __init__(self) -> None:
+            self.told: list[Any] = []
+
+        def observe_delta(self, request: Request, delta: Delta, now: float) -> None:
+            self.told.append(request.request_id)
+
+        def observe_idle_chunk(self, replica: int) -> None:
+            self.told.append(replica)
+
+    async with front_of() as front, replicas_of(front) as (replica,):
+        watcher = Watcher()
+        front.metrics.observers.append(watcher)
+        for end in (FinishReason.LENGTH, FinishReason.ABORT):
+            stream = front.submit(in_idle_time([5]))
+            await replica.submitted()
+            if end is FinishReason.ABORT:
+                front.abort("idle")
+            replica.finish("idle", finish_reason=end)
+            await read(stream)
+        stream = front.submit(request())
+        await replica.submitted()
+        replica.finish("r", 10)
+        await read(stream)
+        assert watcher.told == [1, "r"]
+
+
 async def test_no_replica_has_no_room() -> None:
     async with front_of() as front, replicas_of(front) as (replica,):
         idle = in_idle_time([5])
