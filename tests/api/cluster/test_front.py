@@ -42,6 +42,7 @@ from foretoken.core.errors import (
     Unavailable,
 )
 from foretoken.core.interface.request import CacheOptions, Delta, FinishReason, Request, Usage
+from foretoken.core.interface.sampling import Pooling
 from foretoken.core.model.pooling import PoolingSpec
 from foretoken.core.telemetry.observers import EngineObserver
 from foretoken.core.tiers.keys import chain_keys, root_key
@@ -570,6 +571,16 @@ async def test_observers_are_told_of_chunks_of_idle_time_and_not_of_their_reques
         replica.finish("r", 10)
         await read(stream)
         assert watcher.told == [1, "r"]
+
+
+async def test_a_report_counts_a_recorded_answer_as_prompt() -> None:
+    async with front_of() as front, replicas_of(front) as (replica,):
+        comparing = request(pooling=Pooling(compare_from=0))
+        comparing.tokens.extend([8, 9])
+        front.submit(comparing)
+        await replica.submitted()
+        (told,) = front.report("asked")["requests"]
+        assert (told["prompt_tokens"], told["output_tokens"]) == (5, 0)
 
 
 async def test_no_replica_has_no_room() -> None:
