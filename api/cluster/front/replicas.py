@@ -15,6 +15,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from ....core.engine.crash_dump import stacks, write_report
 from ....core.engine.inbox import TokenStream
@@ -339,7 +340,7 @@ class Replicas:
         link = self._dispatcher.replica_for(request, _session_of(request))
         links = [] if link is None else [link]
         found = await ask_all(self._roster, CacheInfo(), body_in, links=links, skips=True)
-        pools = found.values()
+        pools: Iterable[Mapping[str, Any]] = found.values()
         return sum(each.get("free_pages", 0) + each.get("evictable_pages", 0) for each in pools)
 
     async def cache_info(self, namespace: str | None = None) -> Body:
