@@ -14,7 +14,7 @@ from ...core.errors import InvalidRequest
 from ..serving.settings import Settings
 from ..types.sampling_params import SamplingParams
 from .config import Chosen, Given, model_options
-from .flags import Parser, count
+from .flags import Parser, above_zero, count
 from .outputs import check_out, write_out
 
 if TYPE_CHECKING:
@@ -25,13 +25,6 @@ if TYPE_CHECKING:
 
 KINDS = (Chosen, EngineConfig, SamplingParams)
 LOOKS_TOLD = 10  # lines of progress
-
-
-def _above_zero(text: str) -> float:
-    number = _number(text)
-    if not 0 < number < float("inf"):
-        raise argparse.ArgumentTypeError("must be a number above 0")
-    return number
 
 
 def _percent(text: str) -> float:
@@ -56,9 +49,9 @@ FLAGS: Sequence[tuple[str, str, Callable[[str], object], object, str]] = (
      "scorer of tasks that name none: exact, regex, number, json, calls, pytest, judge or "
      "python:FILE:FUNCTION (exact)"),
     ("judge", "MODEL|URL", str, None, "model or server that scores for the scorer judge"),
-    ("scorer-seconds", "S", _above_zero, 10.0,
+    ("scorer-seconds", "S", above_zero, 10.0,
      "time limit of a run of regex, pytest or a function, in seconds (10)"),
-    ("server-seconds", "S", _above_zero, 600.0,
+    ("server-seconds", "S", above_zero, 600.0,
      "time limit of an answer of a server, in seconds (600)"),
     ("samples", "N", count, 1,
      "answers of each variant to a task, each with a seed of its own (1)"),

@@ -13,6 +13,17 @@ from ...core.options.settings import SECONDS, SIZE, Setting, settings_of
 TWO_MODELS = "MODEL and --model name different models"
 
 
+def above_zero(text: str) -> float:
+    """Return a number above 0, such as a time limit. Raises `argparse.ArgumentTypeError`."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = float("nan")
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError("must be a number above 0")
+    return number
+
+
 class Parser(argparse.ArgumentParser):
     """An argument parser with one-line errors and without abbreviated flags.
 

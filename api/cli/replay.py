@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ...core.config import EngineConfig
 from ...core.errors import ForetokenError, InvalidRequest
 from .config import Chosen, given_options
-from .flags import Parser
+from .flags import Parser, above_zero
 from .outputs import check_out, write_out
 
 if TYPE_CHECKING:
@@ -66,6 +66,13 @@ def add_flags(parser: Parser) -> None:
         "prints the result (default: the replay ends there)",
     )
     parser.add_argument(
+        "--tool-seconds",
+        type=above_zero,
+        default=60.0,
+        metavar="S",
+        help="time limit of a run of --tools, in seconds (60)",
+    )
+    parser.add_argument(
         "--html", metavar="FILE", help="write the answers side by side to a page of HTML"
     )
 
@@ -82,7 +89,7 @@ def replay(parsed: argparse.Namespace) -> int:
     from ..replay.sessions import find_session, only_session
 
     changes = _changes(parsed)
-    tools = _tools(parsed.tools)
+    tools = _tools(parsed.tools, parsed.tool_seconds)
     if parsed.html is not None:
         check_out(Path(parsed.html), "html")
     is_file = parsed.requests is None and Path(parsed.id).is_file()
@@ -234,10 +241,10 @@ def _sources(parsed: argparse.Namespace) -> dict[str, str]:
     return found | ({"model": parsed.model} if _other_model(parsed) else {})
 
 
-def _tools(command: str | None) -> ToolCommand | None:
+def _tools(command: str | None, seconds: float) -> ToolCommand | None:
     from ..replay.tools import ToolCommand
 
-    return None if command is None else ToolCommand(command)
+    return None if command is None else ToolCommand(command, seconds)
 
 
 def _text_of(file: str) -> str:

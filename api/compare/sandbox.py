@@ -16,22 +16,20 @@ from __future__ import annotations
 import asyncio
 import math
 import os
-import signal
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 from ...core.errors import ForetokenError
+from ..runtime.process_group import end_group, start_group
 
 MEMORY = 2**31  # bytes of address space of a process
 FILE_BYTES = 2**24  # largest file that a process may write
 PROCESSES = 128  # processes and threads at the same time
 OUTPUT_BYTES = 2**20  # bytes at the end of the output that are kept
 GRACE_SECONDS = 1.0  # beyond the limit of time, for the start of Python
-POLL_SECONDS = 0.005
 ENVIRONMENT = {
     "PATH": os.defpath,
     "PYTHONDONTWRITEBYTECODE": "1",
@@ -89,9 +87,12 @@ async def run_limited(
     no process can be started.
     """
     try:
-        with tempfile.TemporaryDirectory(prefix="foretoken-") as folder:
-            _write(Path(folder), files)
-            return await _run(command, folder, seconds, stdin)
+        folder = tempfile.TemporaryDirectory(prefix="foretoken-")
+        try:
+            _write(Path(folder.name), files)
+            return await _run(command, folder.name, seconds, stdin)
+        finally:  # code may have written very many files; a cancellation deletes them, too
+            await asyncio.shield(asyncio.to_thread(folder.cleanup))
     except OSError as error:  # no space, no processes or no memory are left
         raise ForetokenError(f"a scorer's process cannot run: {error.strerror}") from None
     except RecursionError:
@@ -107,7 +108,7 @@ async def _run(command: Sequence[str], folder: str, seconds: float, stdin: bytes
     # A plain loop reaches the limit of wall time first, which the result tells from a failure.
     processor = math.ceil(seconds + GRACE_SECONDS)
     limits = [sys.executable, "-I", "-S", "-c", _LAUNCHER, f"{processor}"]
-    process = await asyncio.create_subprocess_exec(
+    process = await start_group(
         *limits,
         *command,
         cwd=folder,
@@ -115,7 +116,6 @@ async def _run(command: Sequence[str], folder: str, seconds: float, stdin: bytes
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
-        start_new_session=True,
     )
     try:
         async with asyncio.timeout(seconds + GRACE_SECONDS):
@@ -124,13 +124,7 @@ async def _run(command: Sequence[str], folder: str, seconds: float, stdin: bytes
     except TimeoutError:
         return Ended(None, "")
     finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        # `wait` would also wait for the output's end, and a process that left the group may keep it
-        # open.
-        while process.returncode is None:  # noqa: ASYNC110
-            await asyncio.sleep(POLL_SECONDS)
-        process._transport.close()  # type: ignore[attr-defined]
+        await end_group(process)
     return Ended(status, output.decode("utf-8", "replace"))
 
 

@@ -359,8 +359,6 @@ class ChatClient:
         `EngineDead`.
         """
         self._check_tools(chat)
-        if pooling is None:
-            self.next_turns.arrived(chat)
         if prompt is None:
             prompt = await self.render(chat)
         tools, tail = chat.callable_tools, self._tail(prompt.token_ids)
@@ -381,6 +379,8 @@ class ChatClient:
         except InvalidRequest as error:
             _name_field(error, chat)
             raise
+        if pooling is None:  # and not before: a refused request drops nothing
+            self.next_turns.arrived(chat)
         return ChatAnswer(
             self._llm,
             answer,

@@ -7,7 +7,7 @@ import dataclasses
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from types import TracebackType
@@ -62,7 +62,7 @@ from .preprocess import (
     warm_params,
 )
 from .serving_engine import ServingEngine
-from .sessions import end_refused, in_session
+from .sessions import SessionEnds, in_session
 
 
 class EngineClient:
@@ -99,8 +99,7 @@ class EngineClient:
         self._answers: dict[str, Answer] = {}  # answers that were not forgotten yet, by id
         self._room = asyncio.Event()  # set when an answer ends
         self._interactive_ended = -math.inf  # time at which the last answer outside a batch ended
-        # called with the key of each session that a request ends
-        self.on_session_end: list[Callable[[str], None]] = []
+        self.session_ends = SessionEnds()
 
     @classmethod
     def from_built(cls, built: Built[ServingEngine]) -> Self:
@@ -364,8 +363,6 @@ class EngineClient:
         try:
             if pooling is None and (session := session_key(note.cache_key)) is not None:
                 cache = in_session(cache, session)
-                for listener in self.on_session_end if cache.ends_session else ():
-                    listener(session)
             prepared = await self._prepare(
                 prompt,
                 answer.params,
@@ -377,6 +374,8 @@ class EngineClient:
                 handover=handover,
             )
             self._submit_choices(answer, prepared, since)
+            if cache.session is not None and cache.ends_session:
+                self.session_ends.tell(cache.session)
             if pooling is None:
                 first = answer.generations[0].request
                 self.prompts.record(answer.request_id, first, note, self.engine.now)
@@ -384,7 +383,7 @@ class EngineClient:
             if transfers is not None and handover.offer is not None:
                 transfers.end(handover.offer)  # lets the peer free the pages
             self.forget(answer)
-            await end_refused(self.engine, cache, error)
+            await self.session_ends.end_refused(self.engine, cache, error)
             raise
         return answer
 
@@ -486,6 +485,8 @@ class EngineClient:
     @property
     def is_idle(self) -> bool:
         """Whether no answer of this client runs or waits; ended ones may still be unread."""
+        if self.session_ends.num_running:  # work for a session would keep its pages past its end
+            return False
         return all(each.ended for each in self._answers.values())
 
     @property

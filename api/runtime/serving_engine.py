@@ -151,6 +151,12 @@ class ServingEngine(Protocol):
         Pages of turns that have not ended are evicted first, too, once the turns end.
         """
 
+    async def room_for(self, request: Request) -> int:
+        """Return how many pages no pin and no request holds where `submit` would send a request.
+
+        The request must not have been submitted.
+        """
+
     async def cache_info(self, namespace: str | None = None) -> Body:
         """Return the occupancy and the hit counters of the prefix cache and its tiers.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 
 from msgspec.structs import replace
 
@@ -35,21 +36,53 @@ def in_session(cache: CacheOptions, session: str) -> CacheOptions:
     return replace(cache, session=session, ends_session=any(map(_is_on, ENDS)))
 
 
-async def end_refused(engine: ServingEngine, cache: CacheOptions, error: BaseException) -> None:
-    """End the session of a last request that was refused because of the server's load.
+class SessionEnds:
+    """The ends of an engine's sessions. Belongs to one event loop.
 
-    The client does not know when there will be room, and may not ask again. An invalid request ends
-    no session: its caller has to correct it and send it again. A replica that answers late still
-    ends the session.
+    ``listeners`` are called with the key of each session that has ended, or whose last request the
+    engine has accepted. A request that is refused changes nothing for them.
     """
-    if cache.session is not None and cache.ends_session and isinstance(error, LOAD_ERRORS):
+
+    def __init__(self) -> None:
+        self.listeners: list[Callable[[str], None]] = []
+        self.num_running = 0  # number of calls of `end` that wait for the engine
+
+    def tell(self, session: str) -> None:
+        """Call the listeners for a session."""
+        for listener in self.listeners:
+            listener(session)
+
+    async def end(self, engine: ServingEngine, session: str) -> bool:
+        """End a session; return whether the cache had pages that it kept for the session.
+
+        Raises the errors of `ServingEngine.end_session`. The listeners are not called then.
+        """
+        self.num_running += 1
         try:
-            async with asyncio.timeout(END_SECONDS):
-                await engine.end_session(cache.session)
-        except TimeoutError:
-            logger.info("a replica did not confirm the end of a refused request's session")
-        except ForetokenError as failure:  # the client must get the error of its request
-            logger.warning("the session of a refused request was not ended: %s", failure)
+            deleted = await engine.end_session(session)
+        finally:
+            self.num_running -= 1
+        self.tell(session)
+        return deleted
+
+    async def end_refused(
+        self, engine: ServingEngine, cache: CacheOptions, error: BaseException
+    ) -> None:
+        """End the session of a last request that was refused because of the server's load.
+
+        The client does not know when there will be room, and may not ask again. An invalid request
+        ends no session: its caller has to correct it and send it again. A replica that answers late
+        still ends the session.
+        """
+        if cache.session is not None and cache.ends_session and isinstance(error, LOAD_ERRORS):
+            try:
+                async with asyncio.timeout(END_SECONDS):
+                    await self.end(engine, cache.session)
+            except TimeoutError:
+                logger.info("a replica did not confirm the end of a refused request's session")
+                self.tell(cache.session)
+            except ForetokenError as failure:  # the client must get the error of its request
+                logger.warning("the session of a refused request was not ended: %s", failure)
 
 
 def _is_on(name: str) -> bool:

@@ -72,7 +72,8 @@ class Verdict(Struct, kw_only=True, frozen=True):
     - ``finish_reason``: why the answer ends after the compared tokens; None if it continues.
     - ``agreement``: a statistical verdict, for answers of other kernels or engines.
     - ``token_ids``: the model's tokens that were compared with recorded tokens.
-    - ``usage``: tokens and steps of the verification; the answer counts as prompt tokens.
+    - ``usage``: tokens and steps of all requests of the verification; the answer counts as prompt
+      tokens of each.
     """
 
     verified: bool

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -48,6 +49,14 @@ def number(value: float) -> str:
 def heading() -> dict[str, object]:
     """Return the command and the machine, with which every report begins."""
     return {"command": command(), "machine": machine()}
+
+
+def read_options(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the arguments of a measurement, with --out added, and print the heading."""
+    parser.add_argument("--out", type=Path, help="file to write")
+    options = parser.parse_args(argv)
+    print(*(f"{key}: {value}" for key, value in heading().items()), sep="\n", flush=True)
+    return options
 
 
 def machine() -> dict[str, object]:

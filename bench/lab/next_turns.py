@@ -30,7 +30,7 @@ from ...api.types.results import Choice, TextDelta, Tool, message_of
 from ...api.types.sampling_params import SamplingParams
 from ...core.errors import InvalidRequest
 from ...core.interface.request import Request
-from ..common.report import heading, table, write_json
+from ..common.report import heading, read_options, table, write_json
 from .servers import words
 
 CALL = {"name": "read_file", "path": "notes.txt"}
@@ -87,14 +87,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path, help="folder of chat templates")
     parser.add_argument("--templates", nargs="*", default=list(FORMS), help="names (all known)")
-    parser.add_argument("--model", default="smollm2", help="folder or file of the model (smollm2)")
-    parser.add_argument("--turns", type=int, default=4, help="turns of a conversation (4)")
-    parser.add_argument("--thought", type=int, default=300, help="tokens of a thought (300)")
-    parser.add_argument("--result", type=int, default=200, help="tokens of a new message (200)")
+    add_conversation(parser, thought=300, result=200)
     parser.add_argument("--rounds", type=int, default=2, help="conversations of each kind (2)")
-    parser.add_argument("--out", type=Path, help="file to write")
-    options = parser.parse_args(argv)
-    print(*(f"{key}: {value}" for key, value in heading().items()), sep="\n", flush=True)
+    options = read_options(parser, argv)
     rows = []
     for name in options.templates:
         path = options.folder / f"{name}.jinja"
@@ -106,6 +101,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(table(rows))
     if options.out:
         write_json(options.out, {**heading(), "rows": rows})
+
+
+def add_conversation(parser: argparse.ArgumentParser, *, thought: int, result: int) -> None:
+    """Add the arguments that describe the model and its conversations. Sizes are tokens."""
+    parser.add_argument("--model", default="smollm2", help="folder or file of the model (smollm2)")
+    for name, default, text in (
+        ("turns", 4, "turns of a conversation"),
+        ("thought", thought, "tokens of a thought"),
+        ("result", result, "tokens of a new message"),
+    ):
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"{text} ({default})")
 
 
 async def _template(name: str, path: Path, options: argparse.Namespace) -> list[dict[str, object]]:

@@ -28,8 +28,8 @@ from ...api.runtime.turns.idle_prefill import IdlePrefill
 from ...api.sdk.async_llm import AsyncLLM
 from ...api.types.results import Choice
 from ...api.types.sampling_params import SamplingParams
-from ..common.report import heading, table, write_json
-from .next_turns import Talk
+from ..common.report import heading, read_options, table, write_json
+from .next_turns import Talk, add_conversation
 from .servers import words
 
 TOKENS = 64  # number of tokens in the answer of a stream
@@ -54,17 +54,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print, and write JSON to ``--out``."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("template", type=Path, help="file of a chat template of `next_turns`")
-    parser.add_argument("--model", default="smollm2", help="folder or file of the model (smollm2)")
+    add_conversation(parser, thought=150, result=100)
     parser.add_argument("--streams", type=int, default=4, help="other streams (4)")
     parser.add_argument("--seconds", type=float, default=15.0, help="of a window (15)")
     parser.add_argument("--rounds", type=int, default=3, help="pairs of windows (3)")
     parser.add_argument("--newcomers", type=int, default=20, help="newcomers of each kind (20)")
-    parser.add_argument("--thought", type=int, default=150, help="tokens of a thought (150)")
-    parser.add_argument("--result", type=int, default=100, help="tokens of a new message (100)")
-    parser.add_argument("--turns", type=int, default=4, help="turns of a conversation (4)")
-    parser.add_argument("--out", type=Path, help="file to write")
-    options = parser.parse_args(argv)
-    print(*(f"{key}: {value}" for key, value in heading().items()), sep="\n", flush=True)
+    options = read_options(parser, argv)
     rows, newcomers = asyncio.run(_measure(options))
     print(table(rows), table(newcomers), sep="\n\n")
     if options.out:

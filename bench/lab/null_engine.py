@@ -174,6 +174,10 @@ class NullEngine:
         """Free nothing."""
         return 0
 
+    async def room_for(self, request: Request) -> int:  # noqa: ARG002 - a protocol's
+        """Return 0: there is no cache."""
+        return 0
+
     async def cache_info(self, namespace: str | None = None) -> Body:  # noqa: ARG002 - a protocol's
         """Return no figures."""
         return {}

@@ -39,7 +39,7 @@ from ...core.execution import step_layout
 from ...core.execution.compared_answer import compare_answer
 from ...core.interface.plan import ScheduledRequest
 from ...core.sampling.sampler import Sampler
-from ..common.report import RESULTS, heading, table, write_json
+from ..common.report import RESULTS, heading, read_options, table, write_json
 from ..off_grid import write_off_grid
 
 SUBJECTS = ("rivers", "trains", "bread", "stars", "chess", "glass", "bees", "maps", "rain", "salt")
@@ -106,11 +106,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=5, help="rounds of speed (5)")
     parser.add_argument("--step-tokens", type=int, help="tokens of a step of speed")
     parser.add_argument("--threads", type=int, default=2, help="threads of the model (2)")
-    parser.add_argument("--out", type=Path, help="file to write")
-    options = parser.parse_args(argv)
+    options = read_options(parser, argv)
     if options.model == "off-grid":
         options.model = str(write_off_grid(Path(tempfile.gettempdir()) / "smollm2-off-grid"))
-    print(*(f"{key}: {value}" for key, value in heading().items()), sep="\n", flush=True)
     rows = PARTS[options.part](options)
     print(table(rows))
     out = options.out or RESULTS / f"verify-{options.part}.json"

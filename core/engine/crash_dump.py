@@ -117,8 +117,8 @@ def _describe(request: Request, now: float) -> CrashReport:
     return {
         "id": request.request_id,
         "state": request.status.value,
-        "prompt_tokens": request.prompt_len,
-        "output_tokens": request.num_output,
+        "prompt_tokens": request.num_given,
+        "output_tokens": len(request.tokens) - request.num_given,
         "computed_tokens": request.num_computed,
         "pages": 0 if lease is None else len(lease.page_ids),
         "shared_pages": 0 if lease is None else lease.num_shared_pages,

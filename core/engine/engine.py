@@ -248,6 +248,12 @@ class Engine:
         """Unpin a session's pages and let them be evicted first; return whether it had any."""
         return self.scheduler.end_session(session, self._inbox.arrived)
 
+    async def room_for(self, request: Request) -> int:  # noqa: ARG002 - an engine has one pool
+        """Return how many pages no pin and no request holds."""
+        cache = self.scheduler.cache
+        cache.tick(self._clock())  # pins must expire even if the engine runs no steps
+        return cache.num_free_pages + cache.num_evictable_pages
+
     async def cache_info(self, namespace: str | None = None) -> dict[str, object]:
         """Return occupancy and hits of the prefix cache and its tiers, in pages and tokens.
 

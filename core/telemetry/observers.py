@@ -39,6 +39,12 @@ class EngineObserver:
         This is called only in a process that serves several replicas.
         """
 
+    def observe_idle_chunk(self, replica: int) -> None:
+        """Observe a part of a next turn's prompt that this replica has computed in idle time.
+
+        This is called only in a process that serves several replicas.
+        """
+
 
 class Observers:
     """Group of observers, each of which gets every call.
@@ -72,6 +78,11 @@ class Observers:
         """Tell the observers that the deltas of a step of a replica were observed."""
         for observer in self.members:
             self._notify(observer.observe_replica_step, replica)
+
+    def observe_idle_chunk(self, replica: int) -> None:
+        """Tell the observers that a replica has computed a chunk in idle time."""
+        for observer in self.members:
+            self._notify(observer.observe_idle_chunk, replica)
 
     def _notify(self, call: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
         """Call a method of each observer; an exception does not affect steps and requests."""

@@ -27,7 +27,7 @@ class RecentRequest(NamedTuple):
     request_id: str
     tokens: array[int]  # the request's own array; read only
     namespace: str | None
-    prompt_len: int
+    num_given: int  # number of tokens of the prompt and of a recorded answer to compare
     num_cached: int  # number of prompt tokens that were cached
 
     @classmethod
@@ -35,7 +35,7 @@ class RecentRequest(NamedTuple):
         """Make the record of a request, without a reference to the request."""
         cached = request.usage.cached_tokens
         about = (request.request_id, request.tokens, request.namespace)
-        return cls(*about, request.prompt_len, cached)
+        return cls(*about, request.num_given, cached)
 
 
 def describe_engine(
@@ -75,7 +75,7 @@ def describe_engine(
         "requests": [
             {
                 "id": each.request_id,
-                "prompt_tokens": each.prompt_len,
+                "prompt_tokens": each.num_given,
                 "cached_tokens": each.num_cached,
                 "boxes": [places[id(node)] for node in nodes],
             }

@@ -199,6 +199,19 @@ def test_chunks_of_idle_time_have_no_replica() -> None:
     assert watched.since(0) == {"latest_steps": [{"lm": 1}], "replicas": [1]}
 
 
+def test_a_chunk_of_a_replica_is_a_step_of_its_own() -> None:
+    num_chunks = 0
+    watched = Watched(lambda: num_chunks)
+    watched.observe_delta(cast("Any", None), step("lm"), 0.0)
+    watched.observe_replica_step(1)
+    watched.observe_idle_chunk(2)
+    watched.observe_replica_step(2)
+    num_chunks = 1
+    steps = {"latest_steps": [{"lm": 1}, {"idle prefill": 1}], "replicas": [1, 2]}
+    assert watched.since(0) == steps
+    assert watched.since(watched.num_steps) == {}
+
+
 def test_the_path_of_a_request_is_in_the_tree_however_large_that_is(url: str) -> None:
     events = watch(url)
     next(events)  # from now on

@@ -164,6 +164,47 @@ def test_a_next_turn_that_waits_is_dropped_by(url: str, end: Callable[[str], Non
         assert count(url, "idle_prefill_chunks_total") == chunks
 
 
+@pytest.mark.parametrize("end", [close_by_completion, close_by_message, delete])
+def test_an_answer_whose_session_ended_has_no_next_turn(
+    url: str, end: Callable[[str], None]
+) -> None:
+    """A flush would drop the next turn, which waits while the server is busy."""
+    body = {"messages": [ASK], "max_tokens": 1500, "ignore_eos": True, "cache_salt": "g"}
+    body |= {"stream": True}
+    with busy(url):
+        with opened(url, "POST", "/v1/chat/completions", body, {"x-session-id": "g"}) as stream:
+            assert stream.readline()
+            end(url)
+            assert b"[DONE]" in stream.read()
+        dropped = ended(url, "dropped")
+        flush(url)
+        assert ended(url, "dropped") == dropped
+
+
+def refuse_completion(url: str) -> httpx.Response:
+    body = {"prompt": [65] * 5000, "max_tokens": 1, "cache_salt": "g"}
+    return httpx.post(f"{url}/v1/completions", json=body, headers=CLOSE)
+
+
+def refuse_next_turn(url: str) -> httpx.Response:
+    messages = [ASK, SAID, {"role": "user", "content": "long " * 5000}]
+    body = {"messages": messages, "max_tokens": 1, "cache_salt": "g"}
+    return httpx.post(f"{url}/v1/chat/completions", json=body, headers=CLOSE)
+
+
+@pytest.mark.parametrize("refuse", [refuse_completion, refuse_next_turn])
+def test_a_refused_last_request_drops_no_next_turn(
+    url: str, refuse: Callable[[str], httpx.Response]
+) -> None:
+    with busy(url):
+        chat(url, ASK, headers={"x-session-id": "g"}, cache_salt="g")
+        dropped = ended(url, "dropped")
+        assert refuse(url).status_code == 400
+        assert ended(url, "dropped") == dropped
+        delete(url)
+        assert ended(url, "dropped") == dropped + 1
+
+
 def test_a_client_that_leaves_has_no_next_turn(url: str) -> None:
     """The second conversation is computed behind the first one's turn, which is missing."""
     ready = ended(url, "ready")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 from openai import OpenAI
 
-from support.plain_http import post
+from support.plain_http import metrics, post
 from support.server_process import running
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -93,6 +94,36 @@ def test_a_difference_has_both_tokens(url: str, path: str, body: dict[str, Any])
     assert rest["checked_tokens"] == len(ids) - 12
     assert rest["agreement"]["large_margins"] == 0
     assert rest["agreement"]["same_model"] is True
+
+
+def num_prompt_tokens(url: str) -> float:
+    """Return the prompt tokens of all requests so far, as the metrics count them."""
+    found = re.findall(r"^foretoken:prompt_tokens_total\S* (\S+)$", metrics(url), re.MULTILINE)
+    return sum(map(float, found))
+
+
+@both
+def test_the_usage_is_that_of_all_requests_of_the_engine(
+    url: str, path: str, body: dict[str, Any]
+) -> None:
+    one = {**body, "n": 1, "prompt": "def a():"} if path == TEXT else {**body, "n": 1}
+    (choice,) = choices(url, path, one)
+    num_asked = post(url, path, {**one, "max_tokens": 1}).json["usage"]["prompt_tokens"]
+    before = num_prompt_tokens(url)
+    given = {"token_ids": [*choice["token_ids"], 5]}
+    found = verdict(url, path, one, answer=given)
+    assert (found["verified"], found["first_difference"]["given"]["id"]) == (False, 5)
+    usage, num_tokens = found["usage"], num_asked + len(given["token_ids"])
+    assert usage["prompt_tokens"] == num_prompt_tokens(url) - before == 2 * num_tokens
+    assert usage["total_tokens"] == 2 * num_tokens
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    cost = 2 * (usage["prompt_tokens"] - cached) + 0.5 * cached
+    assert usage["cost"] == pytest.approx(cost / 1e6)
+    text = choice["text"] if path == TEXT else choice["message"]["content"]
+    found = verdict(url, path, one, answer={"text": f"{text[:9]}~~"})
+    assert not found["verified"]
+    assert found["usage"]["prompt_tokens"] > 3 * num_asked, "compared, generated and explained"
+    assert found["usage"]["verify_steps"] >= 3
 
 
 @both

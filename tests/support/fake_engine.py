@@ -194,6 +194,9 @@ class FakeEngine:
     def expect_turn(self, session: str, label: str, namespace: str | None = None) -> None:
         self.expected.append((session, label, namespace))
 
+    async def room_for(self, request: Request) -> int:
+        return 999
+
     async def cache_info(self, namespace: str | None = None) -> dict[str, object]:
         return {"total_pages": 10, "free_pages": 999, "evictable_pages": 0}
 

@@ -134,7 +134,8 @@ an example of each. What routes are for: [routes](routes.md).
 
 def openapi() -> dict[str, Any]:
     """Return `/openapi.json` of a server that has an admin key; it needs no engine."""
-    engine: Any = SimpleNamespace(miss_causes=SimpleNamespace(counts={}), on_session_end=[])
+    causes, ends = SimpleNamespace(counts={}), SimpleNamespace(listeners=[])
+    engine: Any = SimpleNamespace(miss_causes=causes, session_ends=ends)
     service = Service(engine, Settings(admin_keys=("any",)))
     found: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(describe(routes(service))))
     return found

@@ -103,6 +103,12 @@ class Dispatcher:
         if name is not None and not any(request.extras.adapter in link.adapters for link in links):
             raise Unavailable(f"no connected replica has loaded the adapter {name}; retry later")
 
+    def replica_for(self, request: Request, session: str | None) -> ReplicaLink | None:
+        """Return the replica that a new request would be sent to now; None if none has room."""
+        now = self._clock()
+        choice = self._choose(LiveRequest(request, session, now), now, is_sent=False)
+        return None if choice is None else self._roster.links[choice.replica]
+
     def abort(self, request_id: str) -> None:
         """Abort a request between two steps; unknown and finished ones are ignored."""
         live = self.live.get(request_id)
@@ -160,7 +166,7 @@ class Dispatcher:
                 self._take_prefill(live, delta, step.handed.get(request_id), now)
             elif live is not None:
                 link.check_tokens(delta, live)
-                self._take_delta(live, delta, step.usages.get(request_id), now)
+                self._take_delta(link, live, delta, step.usages.get(request_id), now)
         for request_id, handed in step.handed.items():
             live = link.requests.get(request_id)
             if live is not None and live.is_prefilling:
@@ -168,7 +174,9 @@ class Dispatcher:
         if step.deltas:
             self._metrics.notify.observe_replica_step(link.number)
 
-    def _take_delta(self, live: LiveRequest, delta: Delta, usage: Usage | None, now: float) -> None:
+    def _take_delta(
+        self, link: ReplicaLink, live: LiveRequest, delta: Delta, usage: Usage | None, now: float
+    ) -> None:
         request = live.request
         _check_lives(live, delta)
         was_terminal, is_first = delta.terminal, delta.token_ids and not request.num_output
@@ -179,7 +187,7 @@ class Dispatcher:
             self._end(live, now)
         elif is_first:
             self._router.progress(request.request_id, len(request.tokens))
-        self._deliver(live, delta, now)
+        self._deliver(live, delta, now, replica=link.number)
 
     def _take_prefill(
         self, live: LiveRequest, delta: Delta, handed: bytes | None, now: float
@@ -408,9 +416,11 @@ class Dispatcher:
             self.idle.set()
             self._finished.clear()
 
-    def _deliver(self, live: LiveRequest, delta: Delta, now: float) -> None:
+    def _deliver(
+        self, live: LiveRequest, delta: Delta, now: float, *, replica: int | None = None
+    ) -> None:
         live.stream.push(delta)
-        self._metrics.observe_delta(live.request, delta, now)
+        self._metrics.observe_delta(live.request, delta, now, replica=replica)
 
 
 def _check_lives(live: LiveRequest, delta: Delta) -> None:

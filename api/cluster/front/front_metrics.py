@@ -16,7 +16,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
-from ....core.interface.request import Delta, Request
+from ....core.interface.request import Delta, FinishReason, Request
 from ....core.telemetry.families import PREFIX, Reader, gauge
 from ....core.telemetry.observers import Observers
 
@@ -110,10 +110,17 @@ class FrontMetrics:
         if not request.extras.is_idle_prefill:
             self._hit_tokens.inc(hit_tokens)
 
-    def observe_delta(self, request: Request, delta: Delta, now: float) -> None:
-        """Pass served tokens, or a request's end, to the observers."""
+    def observe_delta(
+        self, request: Request, delta: Delta, now: float, *, replica: int | None = None
+    ) -> None:
+        """Pass served tokens, or a request's end, to the observers.
+
+        ``replica``: number of the replica that sent the delta; None if the front made it.
+        """
         if not request.extras.is_idle_prefill:
             self.notify.observe_delta(request, delta, now)
+        elif replica is not None and delta.finish_reason is FinishReason.LENGTH:
+            self.notify.observe_idle_chunk(replica)
 
     def lost(self, cause: str) -> None:
         """Count a loss; ``cause`` is one of `CAUSES`."""

@@ -68,8 +68,8 @@ class LiveRequest:
         """
         return {
             "id": self.request.request_id,
-            "prompt_tokens": self.request.prompt_len,
-            "output_tokens": self.request.num_output,
+            "prompt_tokens": self.request.num_given,
+            "output_tokens": len(self.request.tokens) - self.request.num_given,
             "age_seconds": self.elapsed(now),
             "losses": self.num_losses,
         }

@@ -15,6 +15,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from ....core.engine.crash_dump import stacks, write_report
 from ....core.engine.inbox import TokenStream
@@ -168,9 +169,7 @@ class Replicas:
             raise Unavailable(missing)
         self.check(request)
         request.max_len = max_len_of(request, self._roster.greeting.max_model_len)
-        # Not the request's tenant: a request in idle time has none, and belongs to its session.
-        tenant = tenant_of(salt_of(request.namespace))
-        return self._dispatcher.submit(request, session_id() or tenant)
+        return self._dispatcher.submit(request, _session_of(request))
 
     def check(self, request: Request) -> None:
         """Raise an error for a request that `submit` would refuse even with an empty queue.
@@ -333,6 +332,17 @@ class Replicas:
         live = [each.request for each in self._dispatcher.live.values()]
         return await self._dispatcher.sessions.end(session, live)
 
+    async def room_for(self, request: Request) -> int:
+        """Return how many pages no pin and no request holds on a new request's replica.
+
+        The result is 0 if no replica has room for the request, or if the replica does not answer.
+        """
+        link = self._dispatcher.replica_for(request, _session_of(request))
+        links = [] if link is None else [link]
+        found = await ask_all(self._roster, CacheInfo(), body_in, links=links, skips=True)
+        pools: Iterable[Mapping[str, Any]] = found.values()
+        return sum(each.get("free_pages", 0) + each.get("evictable_pages", 0) for each in pools)
+
     async def cache_info(self, namespace: str | None = None) -> Body:
         """Return occupancy and hit counters of each replica, and their sums."""
         question = CacheInfo(namespace=namespace)
@@ -390,3 +400,11 @@ class Replicas:
         """Write a report to the dump folder, if there is one."""
         if self._dump_dir is not None:
             write_report(report, self._dump_dir)
+
+
+def _session_of(request: Request) -> str | None:
+    """Return the session or tenant whose requests share a replica with the present request.
+
+    The tenant is not the request's: a request in idle time has none, and belongs to its session.
+    """
+    return session_id() or tenant_of(salt_of(request.namespace))

@@ -8,7 +8,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from weakref import WeakSet
 
 import msgspec
 from prometheus_client.core import Metric
@@ -60,10 +60,12 @@ class IdlePrefill:
         self._chunk: tuple[str, asyncio.Task[FinishReason | None]] | None = None
         # consecutive failures of the chat template, by owner
         self._failures: OrderedDict[Owner, int] = OrderedDict()
+        # Answers whose next turn will be computed. Their streams hold them while they run.
+        self._answers: WeakSet[_RunningAnswer] = WeakSet()
         self._has_warned = False  # whether the log has the warning about them
         self.num_tokens = self.num_chunks = 0
         self.ends = dict.fromkeys(ENDS, 0)
-        llm.on_session_end.append(self.end_session)
+        llm.session_ends.listeners.append(self.end_session)
 
     def wants(self, chat: ChatInput, request: Request) -> bool:
         """Whether to compute the next turn of a conversation when its answer has ended."""
@@ -81,10 +83,11 @@ class IdlePrefill:
 
     def after(self, chat: ChatInput, request: Request) -> Callable[[Choice], None]:
         """Return a function that takes the answer to ``chat`` and queues the next turn."""
+        answer = _RunningAnswer(request.cache.session)
+        self._answers.add(answer)
 
         def begin(choice: Choice) -> None:
-            # The session may have been ended since the request was submitted.
-            if choice.finish_reason == "abort" or request.cache.ends_session:
+            if choice.finish_reason == "abort" or answer.is_last:
                 return
             if self._size is None:
                 self._size = ChunkSize(self._llm.page_size)
@@ -102,7 +105,9 @@ class IdlePrefill:
         self._drop(lambda turn: turn.continues(chat.messages, owner))
 
     def end_session(self, session: str) -> None:
-        """Drop the next turns of a session."""
+        """Drop the next turns of a session, and those after its running answers. O(answers)."""
+        for answer in self._answers:
+            answer.is_last |= answer.session == session
         self._drop(lambda turn: turn.session == session)
 
     def flush(self, *salts: str | None) -> None:
@@ -189,10 +194,15 @@ class IdlePrefill:
         if not turn.num_missing:
             return "needless"
         while turn.num_missing:
-            if not (await self._is_idle_for(turn) and await self._has_room(turn)):
+            if not await self._is_idle_for(turn):
+                return "dropped"
+            size = self._size or ChunkSize(self._llm.page_size)
+            request = self._request(turn, min(turn.num_wanted, turn.num_cached + size.tokens))
+            if not await self._has_room(turn, request):
                 return "dropped"
             # A request may have arrived meanwhile, or the next turn itself.
-            if self._llm.is_idle and self._current is turn and not await self._compute_chunk(turn):
+            is_free = self._llm.is_idle and self._current is turn
+            if is_free and not await self._compute_chunk(turn, request, size):
                 return "dropped"
         return "ready"
 
@@ -229,23 +239,17 @@ class IdlePrefill:
                 error,
             )
 
-    async def _has_room(self, turn: NextPrompt) -> bool:
-        """Whether each pool has enough pages that no pin and no request holds.
+    async def _has_room(self, turn: NextPrompt, request: Request) -> bool:
+        """Whether the pool that would compute ``request`` has room for the rest of the next turn.
 
         Without a session the tokens in the cache are not pinned, and may have been evicted.
         """
         num_tokens = turn.num_wanted if turn.session is None else turn.num_missing
-        info: Any = await self._llm.engine.cache_info()
-        pools = info.get("replicas", [info])
-        room = min((each["free_pages"] + each["evictable_pages"] for each in pools), default=0)
-        return num_tokens <= room * self._llm.page_size
+        return num_tokens <= await self._llm.engine.room_for(request) * self._llm.page_size
 
-    async def _compute_chunk(self, turn: NextPrompt) -> bool:
+    async def _compute_chunk(self, turn: NextPrompt, request: Request, size: ChunkSize) -> bool:
         """Compute the next chunk; return whether the chunks before it were still in the cache."""
-        size, page_size = self._size or ChunkSize(self._llm.page_size), self._llm.page_size
-        stop = min(turn.num_wanted, turn.num_cached + size.tokens)
-        request = self._request(turn, stop)
-        began = time.monotonic()
+        page_size, began = self._llm.page_size, time.monotonic()
         stream = submit(self._llm.engine, request)
         if turn.adapter is not None:
             self._llm.adapters.find(turn.adapter).hold(stream)
@@ -300,6 +304,14 @@ class IdlePrefill:
         request.tenant = None  # idle time is charged to no tenant
         request.extras = msgspec.structs.replace(request.extras, is_idle_prefill=True)
         return request
+
+
+class _RunningAnswer:
+    """An answer of a session that has not ended. ``is_last``: whether its session has ended."""
+
+    def __init__(self, session: str | None) -> None:
+        self.session = session
+        self.is_last = False
 
 
 async def _reason(stream: TokenStream) -> FinishReason | None:

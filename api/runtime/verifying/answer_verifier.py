@@ -23,7 +23,7 @@ from ....core.errors import DeadlineExceeded, EngineDead, InvalidRequest
 from ....core.interface.extras.token_comparison import TokenComparison, comparisons_of
 from ....core.interface.request import DEFAULT_CACHE, CacheOptions, Usage
 from ....core.options.checks import require
-from ...types.results import TextDelta
+from ...types.results import TextDelta, batch_usage
 from ...types.sampling_params import SamplingParams
 from ...types.verdict import ComparedToken, Difference, Verdict
 from ..chat import ChatClient
@@ -121,7 +121,7 @@ class AnswerVerifier:
                 [each.margin for each in compared.differences], len(compared.own)
             ),
             token_ids=compared.own,
-            usage=opened.answer.usage,
+            usage=_usage(asked.opened),
         )
 
     async def _first_difference(
@@ -230,7 +230,7 @@ class AnswerVerifier:
                 margins if comparison.is_different else [], comparison.num_checked
             ),
             token_ids=comparison.own[: comparison.num_checked],
-            usage=_usage(opened),
+            usage=_usage(asked.opened),
         )
 
     async def _replay(self, opened: Opened, recorded: RecordedAnswer) -> TextComparison:
@@ -288,11 +288,23 @@ def _read(
     return ComparedTokens(opened, recorded, token_ids, comparisons, context)
 
 
-def _usage(opened: Opened) -> Usage:
-    """Return the usage of an answer that was generated to be compared: it was given."""
-    usage = opened.answer.usage
-    num_tokens = usage.prompt_tokens + usage.completion_tokens
-    return dataclasses.replace(usage, prompt_tokens=num_tokens, completion_tokens=0)
+def _usage(opened: Sequence[Opened]) -> Usage:
+    """Return the usage of requests that ran one after the other.
+
+    Tokens that were generated to be compared count as prompt tokens, since they were given.
+    """
+    usages = [each.answer.usage for each in opened]
+    total = batch_usage(usages)
+    return dataclasses.replace(
+        total,
+        prompt_tokens=total.prompt_tokens + total.completion_tokens,
+        completion_tokens=0,
+        normalized=usages[0].normalized,
+        cache_loss=usages[0].cache_loss,
+        queue_time=sum(each.queue_time for each in usages),
+        time_to_first_token=usages[0].time_to_first_token,
+        total_time=sum(each.total_time for each in usages),
+    )
 
 
 def _refuse_aborted(delta: TextDelta) -> None:

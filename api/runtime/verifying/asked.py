@@ -31,7 +31,12 @@ class Opened:
 
 
 class Asked(Protocol):
-    """A prompt or a conversation. No request writes into the prefix cache."""
+    """A prompt or a conversation. No request writes into the prefix cache.
+
+    ``opened``: all requests that were submitted, in order.
+    """
+
+    opened: list[Opened]
 
     async def prompt(self) -> PromptTokens:
         """Return the token ids of the prompt."""
@@ -52,6 +57,7 @@ class AskedText(Asked):
         self, llm: EngineClient, prompt: Prompt, cache: CacheOptions, request_id: str | None
     ) -> None:
         self._llm, self._prompt, self._request_id = llm, prompt, request_id
+        self.opened = []
         self._cache = read_only(cache)
 
     @override
@@ -83,7 +89,8 @@ class AskedText(Asked):
             prompt, params, request_id=self._request_id, cache=self._cache, pooling=pooling
         )
         text = VisibleText(self._llm, answer)
-        return Opened(answer, text, lambda: self._llm.forget(answer))
+        self.opened.append(Opened(answer, text, lambda: self._llm.forget(answer)))
+        return self.opened[-1]
 
 
 class AskedChat(Asked):
@@ -93,6 +100,7 @@ class AskedChat(Asked):
         self, llm: EngineClient, client: ChatClient, chat: ChatInput, request_id: str | None
     ) -> None:
         self._llm, self._client, self._request_id = llm, client, request_id
+        self.opened = []
         self._chat = dataclasses.replace(chat, cache=read_only(chat.cache), cache_key=None)
         self._prompt: PromptTokens | None = None  # set once the conversation is rendered
 
@@ -123,7 +131,8 @@ class AskedChat(Asked):
             chat, request_id=self._request_id, prompt=prompt, pooling=pooling
         )
         text = VisibleText(self._llm, running.answer, running.reader())
-        return Opened(running.answer, text, running.close)
+        self.opened.append(Opened(running.answer, text, running.close))
+        return self.opened[-1]
 
 
 def read_only(cache: CacheOptions) -> CacheOptions:

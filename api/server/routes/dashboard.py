@@ -35,8 +35,8 @@ IDLE = "idle prefill"  # replaces the draft source for a chunk of a next turn's 
 class Watched(EngineObserver):
     """The latest steps and finished requests. Used only in the thread of the event loop.
 
-    ``num_chunks`` returns how many chunks were computed in idle time so far. Each is shown as a
-    step of one token, unless steps have replicas.
+    A chunk that was computed in idle time is shown as a step of one token. Replicas tell their
+    chunks; ``num_chunks`` returns how many an engine without replicas has computed so far.
     """
 
     def __init__(self, num_chunks: Callable[[], int] = lambda: 0) -> None:
@@ -68,10 +68,11 @@ class Watched(EngineObserver):
 
     def observe_replica_step(self, replica: int) -> None:
         """Finish a step of a replica, whose tokens arrive together."""
-        if self._end_step():
-            if not self._replicas:  # earlier chunks of idle time have no replica
-                self._steps = deque([self._steps[-1]], MAX_STEPS)
-            self._replicas.append(replica)
+        self._end_step(replica)
+
+    def observe_idle_chunk(self, replica: int) -> None:
+        """Store a chunk that a replica has computed in idle time."""
+        self._put({IDLE: 1}, replica)
 
     def since(self, num_steps: int) -> Body:
         """Return the steps after the first ``num_steps``, at most `MAX_STEPS`, with their
@@ -82,23 +83,26 @@ class Watched(EngineObserver):
         self._end_step()
         new_chunks, self._chunks_seen = self._num_chunks() - self._chunks_seen, self._num_chunks()
         if new_chunks and not self._replicas:
-            self.num_steps += new_chunks
-            self._steps.extend({IDLE: 1} for _ in range(min(new_chunks, MAX_STEPS)))
+            for _ in range(new_chunks):
+                self._put({IDLE: 1})
         if not (count := min(self.num_steps - num_steps, len(self._steps))):
             return {}
         body: Body = {"latest_steps": [*self._steps][-count:]}
         return body | ({"replicas": [*self._replicas][-count:]} if self._replicas else {})
 
-    def _end_step(self) -> bool:
-        """Store the current step. Return whether it had tokens; steps without tokens are
-        ignored.
-        """
-        if not self._step:
-            return False
+    def _end_step(self, replica: int | None = None) -> None:
+        """Store the current step, with its replica if there are several. Ignore an empty one."""
+        if self._step:
+            self._put(self._step, replica)
+            self._step = {}
+
+    def _put(self, step: dict[str, int], replica: int | None = None) -> None:
         self.num_steps += 1
-        self._steps.append(self._step)
-        self._step = {}
-        return True
+        if replica is not None and not self._replicas:
+            self._steps.clear()  # a chunk that ended while the first watcher came has no replica
+        self._steps.append(step)
+        if replica is not None:
+            self._replicas.append(replica)
 
 
 class Dashboard(Endpoints):

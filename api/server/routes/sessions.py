@@ -30,7 +30,6 @@ class SessionRoutes(Endpoints):
 
         Unknown sessions are not an error, because the cache may have forgotten them.
         """
-        name = request.path_params["session_id"]
-        self.service.chat.next_turns.end_session(caller_key(name))
-        deleted = await self.service.llm.engine.end_session(caller_key(name))
+        name, llm = request.path_params["session_id"], self.service.llm
+        deleted = await llm.session_ends.end(llm.engine, caller_key(name))
         return JsonResponse(EndedSession(id=name, deleted=deleted))

@@ -42,6 +42,7 @@ from foretoken.core.errors import (
     Unavailable,
 )
 from foretoken.core.interface.request import CacheOptions, Delta, FinishReason, Request, Usage
+from foretoken.core.interface.sampling import Pooling
 from foretoken.core.model.pooling import PoolingSpec
 from foretoken.core.telemetry.observers import EngineObserver
 from foretoken.core.tiers.keys import chain_keys, root_key
@@ -527,6 +528,71 @@ async def test_all_replicas_are_told_that_a_session_ends() -> None:
         assert calls[1].question == EndSession(session="a")
         had, _ = await asked(replicas, [0, 0], front.end_session("a"))
         assert not had
+
+
+@pytest.mark.parametrize("place", [0, 1])
+async def test_the_replica_that_has_the_pages_is_asked_for_its_room(place: int) -> None:
+    async with front_of(2) as front, replicas_of(front, 2) as replicas:
+        prompt = array("q", range(5, 5 + 64))
+        keys = [*chain_keys(root_key(b"f" * 32, None), prompt, 16)]
+        load = Load(running=0, waiting=0, kv_usage=0.0)
+        replicas[place].send(Step(load=load, pages=[page_news(is_stored=True, keys=keys)]))
+        await asked(replicas, [0, 0], front.flush_cache())  # so the news are there, too
+        idle = in_idle_time(prompt)
+        room, calls = await asked([replicas[place]], [CACHE], front.room_for(idle))
+        assert (room, calls[0].question) == (7, CacheInfo())
+        _, calls = await asked(replicas, [0, 0], front.flush_cache())
+        assert [call.question for call in calls] == [FlushCache()] * 2, "the other was not asked"
+
+
+async def test_observers_are_told_of_chunks_of_idle_time_and_not_of_their_requests() -> None:
+    class Watcher(EngineObserver):
+        def __init__(self) -> None:
+            self.told: list[Any] = []
+
+        def observe_delta(self, request: Request, delta: Delta, now: float) -> None:
+            self.told.append(request.request_id)
+
+        def observe_idle_chunk(self, replica: int) -> None:
+            self.told.append(replica)
+
+    async with front_of() as front, replicas_of(front) as (replica,):
+        watcher = Watcher()
+        front.metrics.observers.append(watcher)
+        for end in (FinishReason.LENGTH, FinishReason.ABORT):
+            stream = front.submit(in_idle_time([5]))
+            await replica.submitted()
+            if end is FinishReason.ABORT:
+                front.abort("idle")
+            replica.finish("idle", finish_reason=end)
+            await read(stream)
+        stream = front.submit(request())
+        await replica.submitted()
+        replica.finish("r", 10)
+        await read(stream)
+        assert watcher.told == [1, "r"]
+
+
+async def test_a_report_counts_a_recorded_answer_as_prompt() -> None:
+    async with front_of() as front, replicas_of(front) as (replica,):
+        comparing = request(pooling=Pooling(compare_from=0))
+        comparing.tokens.extend([8, 9])
+        front.submit(comparing)
+        await replica.submitted()
+        (told,) = front.report("asked")["requests"]
+        assert (told["prompt_tokens"], told["output_tokens"]) == (5, 0)
+
+
+async def test_no_replica_has_no_room() -> None:
+    async with front_of() as front, replicas_of(front) as (replica,):
+        idle = in_idle_time([5])
+        assert (await asked([replica], [CACHE], front.room_for(idle)))[0] == 7
+        failed = asyncio.create_task(front.room_for(idle))
+        await replica.answer_error(ForetokenError("a step failed"))
+        assert await failed == 0
+        replica.die()
+        await until(lambda: not front.describe())
+        assert await front.room_for(idle) == 0
 
 
 async def test_reports_of_all_replicas_are_one() -> None:

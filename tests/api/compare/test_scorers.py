@@ -6,7 +6,9 @@ import asyncio
 import math
 import os
 import socket
+import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -95,6 +97,66 @@ def test_code_that_never_ends_scores_0_and_leaves_no_process(tmp_path: Path) -> 
             assert named not in (process / "cmdline").read_text("utf-8", "replace")
         except OSError:
             continue
+
+
+def test_a_cancellation_while_a_process_starts_kills_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def act() -> None:
+        started: list[asyncio.subprocess.Process] = []
+        is_there, goes_on = asyncio.Event(), asyncio.Event()
+
+        async def start(*command: Any, **options: Any) -> asyncio.subprocess.Process:
+            started.append(await real(*command, **options))
+            is_there.set()
+            await goes_on.wait()
+            return started[0]
+
+        real = asyncio.create_subprocess_exec
+        monkeypatch.setattr(asyncio, "create_subprocess_exec", start)
+        sleeps = [sys.executable, "-c", "import time; time.sleep(600)"]
+        running = asyncio.create_task(sandbox.run_limited(sleeps, seconds=600))
+        await is_there.wait()
+        running.cancel()
+        asyncio.get_running_loop().call_later(0, goes_on.set)
+        try:
+            with pytest.raises(asyncio.CancelledError):
+                await running
+            assert started[0].returncode is not None
+        finally:
+            if started[0].returncode is None:
+                started[0].kill()
+                await started[0].wait()
+
+    asyncio.run(act())
+
+
+def test_the_folder_of_a_process_is_deleted_beside_the_event_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[threading.Thread] = []
+
+    class Folder(tempfile.TemporaryDirectory[str]):
+        def cleanup(self) -> None:
+            threads.append(threading.current_thread())
+            super().cleanup()
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(tempfile, "TemporaryDirectory", Folder)
+
+    async def act() -> None:
+        await sandbox.run_limited([sys.executable, "-c", ""], seconds=60)
+        assert not os.listdir(tmp_path)
+        sleeps = [sys.executable, "-c", "import time; time.sleep(600)"]
+        running = asyncio.create_task(sandbox.run_limited(sleeps, seconds=600))
+        await asyncio.sleep(0)  # it begins
+        assert os.listdir(tmp_path)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        assert not os.listdir(tmp_path)
+
+    asyncio.run(act())
+    assert len(threads) == 2
+    assert threading.main_thread() not in threads
 
 
 def test_a_process_that_leaves_its_group_ends_too(tmp_path: Path) -> None:

@@ -329,6 +329,11 @@ def test_another_call_is_asked_of_the_tool(folder: Path, replay: Run, tmp_path: 
     status, out, _ = replay("chat", "--change", f"tools[0]:={tool_of(other)}", *tools)
     assert status == 1
     assert "exited with status 3" in out
+    program.write_text("import time; time.sleep(600)")
+    tools += ["--tool-seconds", "1"]
+    status, out, _ = replay("chat", "--change", f"tools[0]:={tool_of(other)}", *tools)
+    assert status == 1
+    assert "did not end within 1 s (--tool-seconds)" in out
 
 
 def test_results_of_equal_calls_are_the_recorded_or_the_changed_ones(

@@ -12,6 +12,7 @@ import pytest
 
 from foretoken.api.runtime.conversation.chat_input import ChatInput
 from foretoken.api.runtime.preprocess import PromptTokens
+from foretoken.api.runtime.sessions import SessionEnds
 from foretoken.api.runtime.turns.chunk_size import LEAST_SECONDS, ChunkSize
 from foretoken.api.runtime.turns.idle_prefill import (
     MAX_BYTES,
@@ -38,6 +39,7 @@ class Machine:
 
     def __init__(self) -> None:
         self.requests: list[Request] = []
+        self.asked: list[Request] = []  # requests whose room was asked for
         self.waiting: list[TokenStream] = []
         self.by_hand = False
         self.is_idle = self.ready = True
@@ -49,10 +51,11 @@ class Machine:
         self.config = SimpleNamespace(max_priority=10)
         self.engine = self
         self.freed = asyncio.Event()
-        self.on_session_end: list[Callable[[str], None]] = []
+        self.session_ends = SessionEnds()
 
-    async def cache_info(self) -> dict[str, int]:
-        return {"free_pages": self.room, "evictable_pages": 0}
+    async def room_for(self, request: Request) -> int:
+        self.asked.append(request)
+        return self.room
 
     async def wait_for_room(self, seconds: float) -> None:
         del seconds
@@ -403,15 +406,25 @@ def test_pages_that_may_be_lost_need_room_as_well(session: str | None) -> None:
 def test_a_session_that_ends_while_its_answer_runs_has_no_next_turn() -> None:
     async def act() -> None:
         scene = Scene()
-        options = CacheOptions(session="s")
-        request = SimpleNamespace(cache=options, transfer=NO_TRANSFER, usage=Usage())
-        chat = scene.ask(1)
-        assert scene.idle.wants(chat, request)  # type: ignore[arg-type]
-        begin = scene.idle.after(chat, request)  # type: ignore[arg-type]
-        request.cache = CacheOptions(session="s", ends_session=True)
-        begin(ENDED)
+        begin = {}
+        for name, session in enumerate(["s", "t", "s"]):
+            request = SimpleNamespace(
+                tokens=array("q", [1, 2, 3]),
+                prompt_len=3,
+                cache=CacheOptions(session=session),
+                transfer=NO_TRANSFER,
+                usage=Usage(),
+            )
+            if name == 2:
+                scene.machine.session_ends.tell("s")
+            begin[name] = scene.idle.after(scene.ask(name), request)  # type: ignore[arg-type]
+        for take in begin.values():
+            take(ENDED)
         await scene.settle()
-        assert not scene.names
+        assert set(scene.names) == {1, 2}, "the last one began after the end of its session"
+        begin.clear()
+        del take
+        assert not scene.idle._answers, "nothing is left of answers that have ended"
 
     run(act)
 
@@ -437,8 +450,7 @@ def test_the_end_of_the_session_ends_it() -> None:
         scene.machine.is_idle = False
         scene.end(scene.ask(1), session="s")
         scene.end(scene.ask(2), session="t")
-        (listener,) = scene.machine.on_session_end
-        listener("s")
+        scene.machine.session_ends.tell("s")
         scene.machine.is_idle = True
         await scene.settle()
         assert set(scene.names) == {2}
@@ -481,6 +493,8 @@ def test_pinned_pages_are_left_alone(num_free: int, end: str) -> None:
         scene.end(scene.ask(1))
         await scene.settle()
         assert scene.idle.ends[end] == 1
+        asked, computed = scene.machine.asked, scene.machine.requests
+        assert asked == computed if end == "ready" else len(asked) == 1
 
     run(act)
 

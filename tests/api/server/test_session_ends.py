@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 
+from foretoken.api.runtime.engine_client import EngineClient
 from foretoken.api.runtime.sessions import label_of
+from foretoken.api.runtime.turns.idle_prefill import IdlePrefill
 from foretoken.api.types.request_context import CONTEXT, RequestContext
 from foretoken.api.types.results import Choice, ToolCall
 from foretoken.core.errors import (
@@ -100,6 +103,51 @@ def test_a_last_request_that_is_refused_for_load_ends_the_session(send, engine, 
         assert engine.ended_sessions == [], "it is not the last request"
         assert send(path, headers=last).status_code in (408, 429, 503)
         assert engine.ended_sessions == [engine.requests[0].cache.session]
+
+
+@pytest.fixture
+def ended(monkeypatch) -> list[str]:
+    """Sessions whose next turns are dropped."""
+    found: list[str] = []
+    monkeypatch.setattr(IdlePrefill, "end_session", lambda _idle, session: found.append(session))
+    return found
+
+
+def test_a_session_that_was_not_ended_keeps_its_next_turn(ended, send, engine, monkeypatch) -> None:
+    send(headers={"x-session-id": "a"}).raise_for_status()
+    session = engine.requests[0].cache.session
+    last = {"x-session-id": "a", "x-session-close": "1"}
+    send(headers=last).raise_for_status()
+    assert ended == [session]
+    engine.refusal = InvalidRequest("prompt is wrong", param="prompt")
+    assert send(headers=last).status_code == 400
+    assert ended == [session]
+    engine.refusal = QueueFull("full")
+    assert send(headers=last).status_code == 429
+    assert ended == [session] * 2, "the session was ended although the request was refused"
+
+    async def fail(session: str) -> bool:
+        raise Unavailable(f"no replica answers about {session}")
+
+    monkeypatch.setattr(engine, "end_session", fail)
+    assert send(headers=last).status_code == 429
+    assert send("/v1/sessions/a", method="DELETE").status_code == 503
+    assert ended == [session] * 2
+
+
+def test_no_idle_work_begins_while_a_session_is_ended() -> None:
+    async def act() -> None:
+        llm, answer = EngineClient(), asyncio.get_running_loop().create_future()
+        engine: Any = SimpleNamespace(end_session=lambda _session: answer)
+        ending = asyncio.create_task(llm.session_ends.end(engine, "a"))
+        assert llm.is_idle
+        await asyncio.sleep(0)
+        assert not llm.is_idle
+        answer.set_result(True)
+        assert await ending
+        assert llm.is_idle
+
+    asyncio.run(act())
 
 
 def test_a_refused_last_request_gets_its_own_error(send, engine, monkeypatch) -> None:

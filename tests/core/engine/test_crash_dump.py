@@ -10,6 +10,9 @@ from foretoken.core.engine.crash_dump import make_report, stacks, write_report
 from foretoken.core.engine.engine import Engine
 from foretoken.core.engine.model_thread import Supervision, Watchdog
 from foretoken.core.errors import ForetokenError
+from foretoken.core.interface.sampling import Pooling
+from foretoken.core.telemetry.metrics import EngineMetrics
+from foretoken.core.telemetry.overview import RecentRequest, describe_engine
 from support.fake_model import Driver, FakeRunner, answer, make_request, make_scheduler
 
 
@@ -68,6 +71,19 @@ def test_a_dump_counts_tokens_and_does_not_tell_them() -> None:
     assert (request["age_seconds"], request["deadline_in_seconds"]) == (3.0, 6.0)
     assert "salt" not in json.dumps(report)
     assert "[5, 5" not in json.dumps(report)
+
+
+def test_a_recorded_answer_that_is_compared_counts_as_prompt() -> None:
+    driver = Driver(make_scheduler(), FakeRunner(4))
+    request = make_request("a", [5] * 10, pooling=Pooling(compare_from=0), depth=0)
+    request.tokens.extend([1, 2, 3])
+    driver.add(request)
+    report = make_report("asked", driver.scheduler, Watchdog(0.0), 3.0)
+    (told,) = report["requests"]  # type: ignore[misc]
+    assert (told["prompt_tokens"], told["output_tokens"]) == (13, 0)
+    finished = [RecentRequest.of(request)]
+    shown = describe_engine(driver.scheduler, EngineMetrics(driver.scheduler), finished)["requests"]
+    assert shown[0]["prompt_tokens"] == 13  # type: ignore[index]
 
 
 def test_a_part_that_cannot_be_told_does_not_cost_the_others() -> None:
