@@ -334,7 +334,7 @@ class Engine:
     # -- life -----------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Start serving on the running event loop, after the warm-up of the model thread.
+        """Start serving on the running event loop, after the warm-up of the threads that launch.
 
         Raises `EngineDead` after `close`, and any error of the warm-up.
         """
@@ -342,6 +342,8 @@ class Engine:
         if self._task is None:
             await self._thread.start(self._warm_up).result()
             self._require_open()  # `close` may have been called during the warm-up
+            if self._step_executor.launches_here(self.runner):
+                self.runner.prepare_thread()
         if self._task is None:
             self._inbox.idle.set()
             if self._tier_io is not None:

@@ -181,6 +181,10 @@ class StepExecutor:
         """Plan of the step that was started ahead of its turn, or None."""
         return None if self._next is None else self._next.plan
 
+    def launches_here(self, runner: StepRunner) -> bool:
+        """Whether the event loop itself makes short launches."""
+        return self._overlap and runner.is_async
+
     async def step(self, plan: StepPlan, runner: StepRunner) -> StepOutput | None:
         """Compute and commit a plan, and return the output; None if the plan was run in parts.
 

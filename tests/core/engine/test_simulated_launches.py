@@ -86,8 +86,13 @@ class Runner(ModelRunner):
 
     on_launch: Callable[[int, StepPlan], None] = staticmethod(lambda number, plan: None)
     thread: LoopThread
-    num_here = num_ahead = num_finished = 0
+    num_here = num_ahead = num_finished = num_prepared = 0
     fails_late: Collection[int] = ()
+
+    def prepare_thread(self) -> None:
+        self.num_prepared += 1
+        assert not self.thread.is_inside, "the model thread has its own warm-up"
+        super().prepare_thread()
 
     def launch(
         self,
@@ -228,6 +233,7 @@ def test_tokens_are_those_of_launches_in_the_thread(make_speculator) -> None:
     async def scenario(overlap: bool) -> World:
         world = World(make_speculator(), overlap=overlap)
         await world.engine.start()
+        assert world.runner.num_prepared == int(overlap)
         for _ in range(3):
             world.ask()
         await world.finish()
@@ -236,7 +242,8 @@ def test_tokens_are_those_of_launches_in_the_thread(make_speculator) -> None:
     here, there = (simulate(lambda each=each: scenario(each)) for each in (True, False))
     assert here.tokens == there.tokens
     here.check_others()
-    assert there.runner.num_here == 0
+    assert there.runner.num_here == there.runner.num_prepared == 0
+    assert here.runner.num_prepared == 1
     assert here.runner.num_here > 5
     assert (here.runner.num_ahead > 5) == (make_speculator is not Lookups)
 
