@@ -159,6 +159,9 @@ class TimedRunner:
         """Whether steps overlap on the machine with these costs."""
         return self._costs.overlaps
 
+    def prepare_thread(self) -> None:
+        """Do nothing."""
+
     def launch(
         self,
         plan: StepPlan,

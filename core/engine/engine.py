@@ -98,7 +98,7 @@ class Engine:
                 scheduler.cache, page_server, clock=clock, on_end=self._inbox.notify
             )
         self._auditor = Auditor(scheduler)
-        self._watchdog = Watchdog(supervision.step_timeout)
+        self._watchdog = self._make_watchdog()
         self._step_executor = StepExecutor(
             scheduler,
             self.metrics,
@@ -109,6 +109,26 @@ class Engine:
             clock=clock,
             overlap=overlap,
         )
+
+    def _make_watchdog(self) -> Watchdog:
+        """Return a watchdog whose thread, if it has one, does not keep this engine alive."""
+        engine = weakref.ref(self)
+
+        def report() -> None:
+            if (hung := engine()) is not None:
+                hung._report_hung_launch()
+
+        watchdog = Watchdog(self.supervision.step_timeout, report)
+        weakref.finalize(self, watchdog.close)
+        return watchdog
+
+    def _report_hung_launch(self) -> None:
+        """Report a launch that blocks the event loop; the thread of the `LaunchGuard` calls this.
+
+        The engine ends its streams if the launch returns. A server ends without waiting for that.
+        """
+        logger.critical("the launch of a step takes longer than --step-timeout")
+        self.dump(self.report("the launch of a step hangs"))
 
     def _make_tier_io(
         self, make_thread: Callable[[str, Callable[[], None]], StepThread]
@@ -320,7 +340,7 @@ class Engine:
     # -- life -----------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Start serving on the running event loop, after the warm-up of the model thread.
+        """Start serving on the running event loop, after the warm-up of the threads that launch.
 
         Raises `EngineDead` after `close`, and any error of the warm-up.
         """
@@ -328,6 +348,8 @@ class Engine:
         if self._task is None:
             await self._thread.start(self._warm_up).result()
             self._require_open()  # `close` may have been called during the warm-up
+            if self._step_executor.launches_here(self.runner):
+                self.runner.prepare_thread()
         if self._task is None:
             self._inbox.idle.set()
             if self._tier_io is not None:

@@ -21,11 +21,11 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 from ..errors import EngineDead
 from ..interface.plan import StepPlan
 from ..scheduling.chunk_budget import num_step_tokens
+from .launch_guard import BEATS, LaunchGuard
 
 T = TypeVar("T")
 EXIT_SECONDS = 10.0  # maximum time for which the interpreter's exit waits for a running call
 MAX_RECORDS = 64  # number of calls of the model thread that the watchdog keeps a record of
-BEATS = 8  # number of timer ticks after which the watchdog gives up a step
 STEP_SECONDS, READY_SECONDS = 120.0, 10.0
 
 
@@ -170,7 +170,10 @@ class Supervision:
 
 
 class StepHung(Exception):  # noqa: N818 - nothing was raised: that is the trouble
-    """Error of a step that did not return from the model thread in time."""
+    """Error of a step whose launch or output took too long."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(f"a step took longer than {seconds:g} s (--step-timeout)")
 
 
 class StepRecord(NamedTuple):
@@ -189,12 +192,14 @@ class Watchdog:
     The caller that waits for the call gets `StepHung`; the thread itself cannot be stopped. A timer
     runs while calls run. The watchdog counts the timer's ticks instead of comparing times: if the
     clock jumps or the machine is suspended, this counts as a single tick and ends no engine. The
-    watchdog also records the latest calls.
+    watchdog also records the latest calls. A `LaunchGuard` watches launches on the event loop and
+    calls ``on_hung_launch`` in its thread.
     """
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, on_hung_launch: Callable[[], None] = lambda: None) -> None:
         self.records: deque[StepRecord] = deque(maxlen=MAX_RECORDS)
-        self._began: float | None = None  # time at which the running call began; None: no call
+        # time at which the running call, or the launch before it, began; None: neither runs
+        self._began: float | None = None
         self._period = seconds / BEATS
         self._seconds = seconds
         self._job: Job[Any] | None = None  # the running job
@@ -202,7 +207,25 @@ class Watchdog:
         self._seen = 0  # value of `_num_jobs` at the last tick
         self._num_beats = 0  # number of ticks since the first tick during this job
         self._timer: asyncio.TimerHandle | None = None
-        self.gave_up = False
+        self._launch_guard = LaunchGuard(seconds, on_hung_launch)
+        self._has_hung = False  # whether a watched call took too long
+
+    @property
+    def gave_up(self) -> bool:
+        """Whether a step took too long."""
+        return self._has_hung or self._launch_guard.has_hung
+
+    def begin_launch(self, now: float) -> None:
+        """Begin to watch a step, which the event loop is about to launch itself."""
+        if self._began is None:  # otherwise the preceding step is still under way
+            self._began = now
+        self._launch_guard.begin()
+
+    def end_launch(self) -> None:
+        """Record that the launch ended. Raises `StepHung` if it took too long."""
+        self._launch_guard.end()
+        if self._launch_guard.has_hung:
+            raise StepHung(self._seconds)
 
     def watch(self, job: Job[Any], now: float) -> None:
         """Begin to watch a call that was started on the running event loop."""
@@ -220,12 +243,13 @@ class Watchdog:
             self.records.append(StepRecord(began, now - began, *counts, kind))
 
     def seconds_under_way(self, now: float) -> float:
-        """Return the seconds since the running call began; 0 if no call is running."""
+        """Return the seconds since the running step began; 0 if no step is running."""
         return 0.0 if self._began is None else now - self._began
 
     def close(self) -> None:
         """Stop the timer and forget the watched call."""
         self._job = None
+        self._launch_guard.close()
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -243,5 +267,5 @@ class Watchdog:
         if self._num_beats < BEATS:
             self._arm(job.loop)
             return
-        self.gave_up = True
-        job.end(None, StepHung(f"a step took longer than {self._seconds:g} s (--step-timeout)"))
+        self._has_hung = True
+        job.end(None, StepHung(self._seconds))

@@ -110,7 +110,7 @@ class InFlightStep:
         self.launched: Pending | None = None  # the step, once the event loop has launched it
         self._runner = runner
         self._on_kernels_started = on_kernels_started
-        self._launches_here = launches_here
+        self.launches_here = launches_here
         self._job: Job[StepOutput] | None = None
         self._launch_error: BaseException | None = None
 
@@ -120,7 +120,7 @@ class InFlightStep:
         ``after``: the preceding step, which chooses the last token of each request on the device.
         An error of the launch is raised where the output is waited for.
         """
-        if not self._launches_here:
+        if not self.launches_here:
             self._job = thread.start(self._run)
             return
         try:
@@ -181,6 +181,10 @@ class StepExecutor:
         """Plan of the step that was started ahead of its turn, or None."""
         return None if self._next is None else self._next.plan
 
+    def launches_here(self, runner: StepRunner) -> bool:
+        """Whether the event loop itself makes short launches."""
+        return self._overlap and runner.is_async
+
     async def step(self, plan: StepPlan, runner: StepRunner) -> StepOutput | None:
         """Compute and commit a plan, and return the output; None if the plan was run in parts.
 
@@ -211,8 +215,17 @@ class StepExecutor:
             self._overlap_work.kernels_started,
             launches_here=self._overlap and is_launched_at_once(plan, runner),
         )
-        in_flight.start(self._thread)
+        self._launch(in_flight)
         return in_flight
+
+    def _launch(self, in_flight: InFlightStep, after: Pending | None = None) -> None:
+        """Start a step. Raises `StepHung` if its launch on the event loop took too long."""
+        if not in_flight.launches_here:
+            in_flight.start(self._thread, after)
+            return
+        self._watchdog.begin_launch(in_flight.began)
+        in_flight.start(self._thread, after)
+        self._watchdog.end_launch()
 
     def _start_next(self, in_flight: InFlightStep, runner: StepRunner) -> None:
         """Launch the step after ``in_flight``, if it can be planned before that step is over."""
@@ -229,7 +242,7 @@ class StepExecutor:
                 launches_here=True,
                 is_ahead=True,
             )
-            self._next.start(self._thread, after)
+            self._launch(self._next, after)
 
     async def _abandon_next(self) -> None:
         """Discard the step that was launched after the failed step."""

@@ -23,7 +23,7 @@ from ..model.decoder import Decoder
 from ..model.images.vision import Vision
 from ..ops.batch import DeviceTokens, ForwardOutput, RaggedBatch, SamplingPlan, Wanted
 from ..ops.kv_pool import KVPool
-from ..ops.machine.device import Stopwatch, default_stream, make_stopwatch
+from ..ops.machine.device import Stopwatch, default_stream, make_stopwatch, prepare_thread
 from ..ops.rows.step_inputs import rows_library
 from ..sampling.sampler import DeviceSampler, PendingTokens
 from ..sampling.verifier import (
@@ -138,6 +138,10 @@ class ModelRunner:
     def _chooses_on_device(self) -> bool:
         """Whether the device chooses the tokens while the host does not wait for the pass."""
         return self._on_device and self.is_async
+
+    def prepare_thread(self) -> None:
+        """Create what the calling thread needs to launch steps."""
+        prepare_thread(self.decoder.device)
 
     def step(self, plan: StepPlan) -> StepOutput:
         """Launch one step, wait for it and return its output."""

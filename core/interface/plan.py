@@ -21,7 +21,10 @@ from .extras.packing import KvPack
 from .sampling import SamplingMetadata
 
 NO_PAGES = array("q")
-MAX_SHORT_ROWS = 512  # to choose the tokens of more rows, a launch may wait for the device
+# Rows of the largest CUDA graph: the kernels of a step with more rows are launched one by one. A
+# plain step has no such limit, because a step that is launched in the model thread has no successor
+# planned ahead, which costs more than the event loop's time for the kernels.
+MAX_SHORT_ROWS = 512
 
 
 class StateUse(msgspec.Struct, frozen=True, gc=False):

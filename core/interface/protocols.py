@@ -150,6 +150,12 @@ class StepRunner(Protocol):
     def is_async(self) -> bool:
         """Whether `launch` returns before the step is computed, as on a GPU."""
 
+    def prepare_thread(self) -> None:
+        """Prepare the calling thread to launch steps, so that its first launch takes no longer.
+
+        The engine calls it on the event loop, after the warm-up of the model thread.
+        """
+
     def launch(
         self,
         plan: StepPlan,

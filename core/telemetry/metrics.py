@@ -121,7 +121,11 @@ class EngineMetrics:
         )
 
     def _make_step_metrics(self) -> None:
-        self._steps = self._time("step_seconds", "Seconds that a step takes in the model thread")
+        self._steps = self._time(
+            "step_seconds",
+            "Seconds from a step's launch, or from the end of the preceding step if that is later, "
+            "to the step's output",
+        )
         self._parts = self._add(
             Histograms(
                 "step_part_seconds",

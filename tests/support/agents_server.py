@@ -53,6 +53,8 @@ class SayingRunner:
 
     is_async = False
 
+    def prepare_thread(self) -> None: ...
+
     def __init__(self, tokens: Tokens) -> None:
         self._tokens = tokens
         self._answers: dict[str, list[int]] = {}

@@ -76,6 +76,8 @@ class FakeRunner:
 
     is_async = False
 
+    def prepare_thread(self) -> None: ...
+
     def __init__(
         self,
         page_size: int,

@@ -95,6 +95,18 @@ def default_stream(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.stream(torch.cuda.default_stream(device))
 
 
+def prepare_thread(device: torch.device) -> None:
+    """Create what the calling thread needs once before it launches work on ``device``.
+
+    This is torch's handle of cuBLAS, which has memory on the device: each thread has one, and
+    another thread's warm-up does not create it. Compiled kernels, graphs and buffers belong to the
+    process, and each launch chooses its stream itself. On the CPU the function does nothing.
+    """
+    if device.type == "cuda":
+        with default_stream(device):
+            torch.cuda.current_blas_handle()  # type: ignore[no-untyped-call]
+
+
 class _HostEvent:
     """An event that never waits: the CPU is done when a call returns."""
 

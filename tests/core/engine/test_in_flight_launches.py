@@ -140,6 +140,15 @@ def test_a_launch_of_many_drafted_rows_is_not_short(num_drafted: int) -> None:
     assert is_short == (num_drafted < MAX_SHORT_ROWS)
 
 
+def test_the_launch_of_a_plain_step_is_short_however_many_requests_it_has() -> None:
+    assert replace(plan_of("a"), requests=plan_of("a").requests * (MAX_SHORT_ROWS + 1)).is_short
+
+
+def test_a_short_launch_of_drafted_rows_fits_the_largest_graph() -> None:
+    graphs = pytest.importorskip("foretoken.core.ops.triton.graph.step")
+    assert graphs.BUCKETS[-1] == MAX_SHORT_ROWS
+
+
 def test_a_step_is_waited_for_once_however_often_its_outcome_is_asked_for() -> None:
     async def scenario() -> None:
         thread, device = Hand(), Device(yields(a=1))

@@ -70,6 +70,22 @@ MUTATIONS = (
         "the event loop never waits for the device",
     ),
     Mutation(
+        "launch-on-the-loop-is-not-watched",
+        "StepExecutor._launch",
+        "self._watchdog.begin_launch(in_flight.began)",
+        "pass",
+        ("test_a_launch_is_watched_before_it_begins",),
+        "a launch that hangs is reported",
+    ),
+    Mutation(
+        "sampler-blocks-share-their-memory",
+        "_Post.reserve",
+        "if num_sends * NUM_BUFFERS > self._num_hosts:",
+        "if False:",
+        ("test_a_launch_of_many_blocks_does_not_wait_for_the_launch_before_it",),
+        "the event loop never waits for the device",
+    ),
+    Mutation(
         "launched-goes-on-from-anothers-token",
         "PendingStep.next_inputs",
         "sources[batch_rows[scheduled.request_id]] = index",

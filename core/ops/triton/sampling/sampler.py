@@ -47,10 +47,7 @@ from .sampling_inputs import (
     write_plain_controls,
 )
 
-# Logits processed at once, to limit the working space. A step's second block writes to the memory
-# of the previous launch's block and may wait for it, so 256 rows of the largest vocabularies must
-# fit into one block.
-BLOCK = 2**26
+BLOCK = 2**26  # logits processed at once, to limit the working space
 _ALIGN = 4  # numbers, 16 bytes
 _DTYPES = {"int64": torch.int64, "int32": torch.int32, "float32": torch.float32}
 _LAST_ID = 2**31 - 1
@@ -122,6 +119,7 @@ class TritonSampler(DeviceSampler):
             return None
         step = _block_rows(logits)
         starts = range(0, len(controls.columns), step)
+        self._post.reserve(len(starts))
         blocks = (plain_inputs(controls.columns[start : start + step]) for start in starts)
         return TritonPendingTokens(*self._gumbel_argmax(logits, blocks))
 
@@ -151,7 +149,9 @@ class TritonSampler(DeviceSampler):
     ) -> Iterator[SamplingInputs]:
         """Yield the inputs of the draws, one block of at most `BLOCK` logits after another."""
         step = _block_rows(logits)
-        for start in range(0, len(draws), step):
+        starts = range(0, len(draws), step)
+        self._post.reserve(len(starts))
+        for start in starts:
             yield write_controls(draws[start : start + step], vocab_size)
 
     @torch.inference_mode()
@@ -277,6 +277,16 @@ class _Post:
     def __init__(self) -> None:
         self._graph_inputs: GraphInputs | None = None
         self._capacity = 0  # size in numbers
+        self._num_hosts = NUM_BUFFERS
+
+    def reserve(self, num_sends: int) -> None:
+        """Prepare for launches that call `send` up to ``num_sends`` times each.
+
+        Otherwise a launch on the event loop would write to a host block of the launch before it,
+        and would wait until the device has computed that launch's pass.
+        """
+        if num_sends * NUM_BUFFERS > self._num_hosts:
+            self._num_hosts, self._graph_inputs = num_sends * NUM_BUFFERS, None
 
     def send(self, arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]:
         """Return the arrays on the device, flat, each with its own dtype.
@@ -296,9 +306,9 @@ class _Post:
 
     def _inputs_of(self, size: int, device: torch.device) -> GraphInputs:
         if self._graph_inputs is None or size > self._capacity:
-            self._capacity = max(2**12, 1 << (size - 1).bit_length())
+            self._capacity = max(self._capacity, 2**12, 1 << (size - 1).bit_length())
             field = Field("numbers", self._capacity)
-            self._graph_inputs = GraphInputs([field], device, num_hosts=NUM_BUFFERS)
+            self._graph_inputs = GraphInputs([field], device, num_hosts=self._num_hosts)
         return self._graph_inputs
 
 

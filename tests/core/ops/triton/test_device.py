@@ -19,7 +19,7 @@ from foretoken.api.build.target import device_of
 from foretoken.core.config import EngineConfig
 from foretoken.core.errors import InvalidRequest, ModelLoadError
 from foretoken.core.ops.backends import choose_ops
-from foretoken.core.ops.machine.device import choose_device, default_stream
+from foretoken.core.ops.machine.device import choose_device, default_stream, prepare_thread
 from foretoken.core.ops.native.native_ops import NativeOps
 from foretoken.core.ops.torch.torch_ops import TorchOps
 from foretoken.core.ops.triton import availability
@@ -241,3 +241,16 @@ def test_work_goes_to_the_default_stream_of_a_device(monkeypatch: pytest.MonkeyP
         assert stream == ("default", CUDA)
     with default_stream(CPU) as stream:
         assert stream is None
+
+
+def test_a_thread_gets_its_handle_of_cublas_for_the_default_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made, used = [], []
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: ("default", device))
+    monkeypatch.setattr(torch.cuda, "stream", lambda each: used.append(each) or nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_blas_handle", lambda: made.append([*used]))
+    prepare_thread(CPU)
+    assert not made
+    prepare_thread(CUDA)
+    assert made == [[("default", CUDA)]]

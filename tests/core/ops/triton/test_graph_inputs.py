@@ -7,6 +7,8 @@ import torch
 
 from foretoken.core.ops.triton import graph_inputs as packets
 from foretoken.core.ops.triton.graph_inputs import AsyncCopy, Field, GraphInputs
+from foretoken.core.ops.triton.sampling import sampler as samplers
+from support.sampling_rows import row_of
 
 CPU = torch.device("cpu")
 FIELDS = (
@@ -122,3 +124,36 @@ def test_a_packet_of_one_field_is_as_large_as_it(count: int) -> None:
     graph_inputs.open()["only"][:] = range(count)
     graph_inputs.upload(count)
     assert graph_inputs.device["only"].tolist() == list(range(count))
+
+
+@pytest.mark.parametrize("one_by_one", [False, True])
+def test_a_launch_of_many_blocks_does_not_wait_for_the_launch_before_it(
+    events, monkeypatch: pytest.MonkeyPatch, one_by_one: bool
+) -> None:
+    num_rows, vocab_size = 5, 8
+    monkeypatch.setattr(samplers, "BLOCK", 2 * vocab_size)  # three blocks
+    monkeypatch.setattr(samplers, "GumbelArgmax", Winners)
+    sampler, logits = samplers.TritonSampler(), torch.zeros(num_rows, vocab_size)
+    rows = [row_of() for _ in range(num_rows)]
+
+    def launch() -> None:
+        if one_by_one:
+            sampler.begin(logits, rows)
+        else:
+            assert sampler.begin_runs(logits, rows, [1] * num_rows) is not None
+
+    launch()
+    launch()
+    assert not [event for event in events if "synchronize" in event.log]
+    launch()  # the first one's blocks again: that step is over when a third one is launched
+    assert [event for event in events if "synchronize" in event.log]
+
+
+class Winners:
+    """A `GumbelArgmax` that chooses token 0 of each row."""
+
+    def __init__(self, logits: torch.Tensor, columns: torch.Tensor, *_: object, **__: object):
+        self._num_rows = len(columns)
+
+    def run(self) -> torch.Tensor:
+        return torch.zeros(self._num_rows, dtype=torch.int64)
