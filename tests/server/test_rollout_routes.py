@@ -105,7 +105,10 @@ def test_calls_out_of_order_are_conflicts(url: str, new: Path) -> None:
     assert post(url, "/start_weight_update", {}).error["code"] == "update_conflict"
     assert post(url, "/update_weights", info).status == 200
     assert post(url, "/update_weights", info).error["param"] == "update_info.offset"
-    assert post(url, "/update_weights", {"update_info": {"path": str(new)}}).error["code"] == "update_conflict"
+    assert (
+        post(url, "/update_weights", {"update_info": {"path": str(new)}}).error["code"]
+        == "update_conflict"
+    )
     both = {"update_info": {"data": part, "path": str(new)}}
     assert post(url, "/update_weights", both).error["param"] == "update_info"
 
