@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from ....core.engine.rollouts.updatable_engine import PauseMode, UpdatableEngine
-from .refusal import UpdateConflict
+from .refusal import UpdateConflict, WeightsRefused
 
 MAX_VERSION_LEN = 256  # characters
 NO_DIGESTS: Mapping[str, str] = {}
@@ -62,7 +62,7 @@ class Rollouts:
         """
         if version is not None and not 0 < len(version) <= MAX_VERSION_LEN:
             message = f"weight_version must have 1 to {MAX_VERSION_LEN} characters"
-            raise UpdateConflict(message, param="weight_version")
+            raise WeightsRefused(message, param="weight_version")
         if self._is_updating:
             raise UpdateConflict("another update of the weights is under way")
         self._is_updating = True
