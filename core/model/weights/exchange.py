@@ -23,8 +23,8 @@ Pairs: TypeAlias = Sequence[tuple[Tensor, Tensor]]
 def pair_tensors(old: object, new: object) -> Pairs:
     """Return each tensor of ``old`` weights with the tensor of ``new`` weights in its place.
 
-    Both must have the same layout, for example as two loads of a checkpoint with equal options.
-    Raises `ModelLoadError` if they do not.
+    Both must have the same layout, for example as two loads of a checkpoint with equal options, and
+    equal numbers outside tensors. Raises `ModelLoadError` if they do not.
     """
     return list(_pairs(old, new, "weights"))
 
@@ -57,4 +57,6 @@ def _pairs(old: Any, new: Any, where: str) -> Iterator[tuple[Tensor, Tensor]]:  
 
 
 def _differs(where: str) -> ModelLoadError:
-    return ModelLoadError(f"the new weights have another layout than the old ones: {where}")
+    return ModelLoadError(
+        f"the new weights differ in a layout or a number that cannot be replaced: {where}"
+    )
