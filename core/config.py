@@ -287,6 +287,12 @@ class EngineConfig:
     )
     max_loras: int = setting(8, "maximum number of adapters in memory", most=1024)
     max_lora_rank: int = setting(64, "maximum rank of an adapter", least=1, most=1024)
+    allow_weight_updates: bool = setting(
+        False,
+        "let a trainer pause the engine and replace the weights while it runs (/pause, "
+        "/update_weights); each answer then reports its version of the weights",
+        group="rollouts",
+    )
     max_model_len: int | None = setting(
         None,
         "maximum number of tokens of prompt and answer together (the model's context length)",

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ...core.tiers.events import KVEventPublisher
     from ...core.tiers.keys import PageKeys
     from ...core.tiers.transfer_params import TransferParams
+    from .updates.rollouts import Rollouts
 
 EngineT = TypeVar("EngineT", covariant=True)
 
@@ -60,3 +61,4 @@ class Built(ModelFacts, Generic[EngineT], frozen=True, kw_only=True):
     adapters: AdapterLoader | None = None  # None if adapters are not supported
     events: KVEventPublisher | None = None  # closed after the engine, by their common owner
     transfers: TransferParams | None = None  # KV transfers between engines, if enabled
+    rollouts: Rollouts | None = None  # control of weight updates, if they are allowed

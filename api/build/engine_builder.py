@@ -18,6 +18,7 @@ import msgspec
 from ...core.config import EngineConfig, Sizes, format_size
 from ...core.engine.engine import Engine
 from ...core.engine.model_thread import Supervision
+from ...core.engine.rollouts.updatable_engine import UpdatableEngine
 from ...core.execution.model_runner import ModelRunner
 from ...core.execution.packing.policies import KeepPolicy
 from ...core.execution.proposer import Proposer
@@ -52,6 +53,7 @@ from .step_costs import KeptCosts
 from .target import (
     device_of,
     load_images,
+    load_model,
     load_target,
     num_threads,
     refuse_overlap,
@@ -62,6 +64,7 @@ if TYPE_CHECKING:
     from ...core.tiers.events import KVEventPublisher
     from ...core.tiers.transfer_params import TransferParams
     from .kv.fingerprint import ModelDigests
+    from .updates.rollouts import Rollouts
 
 logger = logging.getLogger(__name__)
 LocalBuilt: TypeAlias = Built[Engine]
@@ -114,7 +117,8 @@ def _build(
     settings = _settings(config, sizes, target, pool) | {"max_model_len": scheduler.capacity}
     is_priced = not drafter.spec.is_empty and config.speculation == "auto"
     kept_costs = KeptCosts(costs) if is_priced else None
-    engine = Engine(
+    make_engine = UpdatableEngine if config.allow_weight_updates else Engine
+    engine = make_engine(
         scheduler,
         runner,
         on_thread_start=models.set_threads,
@@ -258,7 +262,23 @@ def _built(parts: _Parts, source: ModelSource, config: EngineConfig) -> LocalBui
         else OwnAdapters(partial(load_lora, decoder=target, max_rank=config.max_lora_rank)),
         events=parts.events,
         transfers=parts.transfers,
+        rollouts=_rollouts(parts, source, config),
     )
+
+
+def _rollouts(parts: _Parts, source: ModelSource, config: EngineConfig) -> Rollouts | None:
+    """Return the control of weight updates; None if they are not allowed."""
+    engine, models = parts.engine, parts.models
+    if not isinstance(engine, UpdatableEngine):
+        return None
+    from .updates.rollouts import Rollouts
+    from .updates.weight_exchange import WeightExchange, check_supported
+
+    target = models.target
+    check_supported(config, target, models.vision)
+    load = partial(load_model, config=config, device=target.device)
+    exchange = WeightExchange(source.path, target, parts.kept.proposer, load)
+    return Rollouts(engine, exchange.prepare)
 
 
 def _make_digests() -> ModelDigests:

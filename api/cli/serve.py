@@ -124,6 +124,9 @@ def replica(parsed: argparse.Namespace) -> int:
     configure(joining.log_level, joining.log_format)
     given.warn_of_unknown_variables()
     config, num_shares = EngineConfig(**options), joining.replicas
+    if config.allow_weight_updates:
+        message = "--allow-weight-updates is not supported by replicas"
+        raise InvalidRequest(message, param="allow_weight_updates")
     return run(model, config, dial, address=joining.front, num_shares=num_shares)
 
 

@@ -12,10 +12,10 @@ from typing import Any
 POLL_SECONDS = 0.005
 
 
-async def start_group(*command: str, **options: Any) -> Process:  # noqa: ANN401 - those of asyncio
+async def start_group(*command: str, **options: Any) -> Process:  # noqa: ANN401 - any options of asyncio
     """Start a process as the leader of a new group, and return it.
 
-    ``options`` are those of `asyncio.create_subprocess_exec`. If the caller is cancelled meanwhile,
+    ``options`` go to `asyncio.create_subprocess_exec`. If the caller is cancelled meanwhile,
     the group is killed as soon as its id is known. Raises OSError.
     """
     making = asyncio.create_subprocess_exec(*command, start_new_session=True, **options)

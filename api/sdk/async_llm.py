@@ -17,7 +17,6 @@ from ..runtime.chat import ChatAnswer, ChatClient
 from ..runtime.conversation.chat_input import ChatInput
 from ..runtime.decisions.decider import Decider
 from ..runtime.decisions.questions import read_questions
-from ..runtime.engine_client import EngineClient
 from ..runtime.generation import Answer
 from ..runtime.pooled.embedder import Embedder, unit_vector
 from ..runtime.pooled.pooled_prompts import Pooled, PooledPrompts, entry_names, pool_params
@@ -58,11 +57,12 @@ from .options import (
     Params,
     RequestIds,
 )
+from .rollout_client import RolloutClient
 
 T = TypeVar("T")
 
 
-class AsyncLLM(EngineClient):
+class AsyncLLM(RolloutClient):
     """A model and its engine.
 
     ``options`` are the fields of `EngineConfig`, which are the flags of ``foretoken serve``. The

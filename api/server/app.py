@@ -30,6 +30,8 @@ from .guards.auth import AuthMiddleware
 from .guards.under_path import UnderPath
 from .observation.observability import Observing
 from .observation.request_log import CLIENT_CLOSED
+from .rollouts.routes import RolloutRoutes
+from .rollouts.versioned_answers import versioned_dialects
 from .routes.adapters import AdapterRoutes
 from .routes.cache_routes import CacheRoutes
 from .routes.dashboard import Dashboard
@@ -43,7 +45,7 @@ from .sockets.connection import ResponsesSocket
 
 ENDPOINTS: Sequence[type[Endpoints]] = (
     ModelRoutes, TokenRoutes, OperatorRoutes, CacheRoutes, SessionRoutes, AdapterRoutes, Dashboard,
-    Pages, OpenApi, ReceiptRoutes,
+    Pages, OpenApi, ReceiptRoutes, RolloutRoutes,
 )  # fmt: skip
 """Routes that belong to no API."""
 
@@ -133,6 +135,8 @@ def routes(service: Service) -> list[BaseRoute]:
     settings = service.settings
     apis = [api for api in APIS if api.is_served(settings)]
     dialects = open_dialects(service, apis)
+    if service.llm.config.allow_weight_updates:
+        dialects |= versioned_dialects(service)
     in_batches = {path: dialects[path] for path in BATCH_PATHS}
     service.background = service.shared[Batches] = Batches(service, in_batches)
     kinds = [*(kind for api in apis for kind in api.endpoints), *ENDPOINTS]

@@ -16,6 +16,7 @@ import weakref
 from array import array
 from collections.abc import Callable, Iterable
 from functools import partial
+from typing import ClassVar
 
 from ..errors import EngineDead, InvalidRequest, QueueFull
 from ..interface.extras.transfers import PageServer
@@ -52,6 +53,8 @@ class Engine:
     ended. The engine ends after three steps in a row without a successful part, or after a step
     that does not return in time: every stream gets an error, and a crash dump is written.
     """
+
+    inbox_kind: ClassVar[type[RequestInbox]] = RequestInbox
 
     def __init__(
         self,
@@ -90,7 +93,7 @@ class Engine:
         self._companions = companions
         self._lost: BaseException | None = None  # why no later step can succeed; None: they can
         self._round_began = 0.0
-        self._inbox = RequestInbox(scheduler, self.metrics)
+        self._inbox = self.inbox_kind(scheduler, self.metrics)
         self._tier_io = self._make_tier_io(make_thread)
         self._transfer_desk: TransferDesk | None = None
         if page_server is not None:

@@ -24,6 +24,7 @@ from schemathesis import GenerationMode, checks
 from foretoken.api.dialects.batches.routes import FORM
 from foretoken.api.dialects.openai.bodies import ChatRequest
 from foretoken.api.server.app import operations
+from foretoken.api.server.rollouts.routes import RolloutRoutes
 from foretoken.api.server.routes.openapi import template
 from foretoken.api.serving.settings import Settings
 from foretoken.api.types.fields import marks_of
@@ -57,7 +58,11 @@ ADMIN_ALONE = (  # the application of these tests has no admin key
     ("POST", "/v1/load_lora_adapter"),
     ("POST", "/v1/unload_lora_adapter"),
 )
-OPERATIONS = {(each.method, template(each.path)): each for each in operations()}
+# The application of these tests does not allow weight updates.
+UPDATES = frozenset(each.path for each in RolloutRoutes.operations())
+OPERATIONS = {
+    (each.method, template(each.path)): each for each in operations() if each.path not in UPDATES
+}
 EVENTS, LINES = "text/event-stream", "application/x-ndjson"
 WITHOUT_DATA = [
     (method, path)

@@ -125,17 +125,18 @@ def _help(action: Any) -> str:
 HTTP = f"""# HTTP fields
 
 All routes of `foretoken serve` with the fields of their bodies and answers, made from
-`/openapi.json` of a server with an admin key. A running server shows the same at `GET /docs`, with
-an example of each. What routes are for: [routes](routes.md).
+`/openapi.json` of a server with an admin key and `--allow-weight-updates`. A running server shows
+the same at `GET /docs`, with an example of each. What routes are for: [routes](routes.md).
 
 {WRITTEN}
 """
 
 
 def openapi() -> dict[str, Any]:
-    """Return `/openapi.json` of a server that has an admin key; it needs no engine."""
+    """Return `/openapi.json` of a server that has all routes; it needs no engine."""
+    config = SimpleNamespace(allow_weight_updates=True)
     causes, ends = SimpleNamespace(counts={}), SimpleNamespace(listeners=[])
-    engine: Any = SimpleNamespace(miss_causes=causes, session_ends=ends)
+    engine: Any = SimpleNamespace(miss_causes=causes, session_ends=ends, config=config)
     service = Service(engine, Settings(admin_keys=("any",)))
     found: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(describe(routes(service))))
     return found

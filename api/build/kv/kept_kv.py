@@ -16,6 +16,7 @@ from ....core.ops.kv_pool import KVPool
 from ....core.ops.state_pool import StatePool
 from ....core.scheduling.scheduler import Scheduler
 from ....radix_cache import PrefixCache, StateSlots
+from ....radix_cache.versioned import VersionedPrefixCache
 from .events import keys_of, name_fingerprint
 
 if TYPE_CHECKING:
@@ -116,7 +117,8 @@ def page_keys(
 
 def prefix_cache(config: EngineConfig, pool: KVPool) -> PrefixCache:
     """Return the prefix cache of a pool, including its recurrent states if it has any."""
-    return PrefixCache(
+    kind = VersionedPrefixCache if config.allow_weight_updates else PrefixCache
+    return kind(
         pool.num_pages,
         pool.page_size,
         pin_quota=config.pin_quota,

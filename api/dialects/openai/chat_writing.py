@@ -70,7 +70,7 @@ class ChatWriter(Writer[ChatAnswer, ChatChoiceBody, ChunkChoiceBody]):
         """Return the answer in one body."""
         usage = answer.usage
         body = ChatBody(
-            **self._head.fields(self.whole_kind),
+            **self.head.fields(self.whole_kind),
             choices=[self.choice(each) for each in choices],
             usage=self.usage(usage),
             metrics=self.metrics(usage, answer.num_choices),

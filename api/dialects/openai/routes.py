@@ -44,6 +44,7 @@ class ChatRoute(Dialect[ChatRequest]):
     answer: ClassVar[Any] = ChatBody
     event: ClassVar[Any] = ChunkBody
     in_batches = True
+    reply_kind: ClassVar[type[ChatReply]] = ChatReply
 
     async def open(self, body: ChatRequest) -> Reply:
         """Render the conversation, locate its breakpoints and submit it."""
@@ -75,7 +76,7 @@ class ChatRoute(Dialect[ChatRequest]):
             hands_out=bool(body.return_token_ids),
             transfer=transfer_of(body),
         )
-        return ChatReply(self.service, writer, answer)
+        return self.reply_kind(self.service, writer, answer)
 
     async def read(self, body: ChatRequest) -> ChatInput:
         """Return the chat request of a body. Raises `InvalidRequest`, also for too many choices."""
@@ -116,6 +117,7 @@ class CompletionsRoute(Dialect[CompletionRequest]):
     answer: ClassVar[Any] = TextBody
     event: ClassVar[Any] = TextBody
     in_batches = True
+    reply_kind: ClassVar[type[TextReply]] = TextReply
 
     async def open(self, body: CompletionRequest) -> Reply:
         """Tokenize and submit all prompts."""
@@ -140,7 +142,7 @@ class CompletionsRoute(Dialect[CompletionRequest]):
     ) -> TextReply:
         await ReceiptSigner.prepare(self.service)
         answers = await self._open(head, prompts, params, body)
-        return TextReply(self.service, writer, answers)
+        return self.reply_kind(self.service, writer, answers)
 
     async def read(
         self, body: CompletionRequest

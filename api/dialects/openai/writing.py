@@ -197,7 +197,7 @@ class Writer(AnswerWriter[A], Generic[A, C, D]):
 
     def __init__(self, service: Service, head: Head, body: AnyRequest) -> None:
         self._service = service
-        self._head = head
+        self.head = head
         options = body.stream_options
         self._include_usage = bool(options and options.include_usage)
         # whether every chunk reports the usage
@@ -225,7 +225,7 @@ class Writer(AnswerWriter[A], Generic[A, C, D]):
 
     def answer(self, choices: list[C], usage: Usage, **more: object) -> Struct:
         """Return all choices in one body."""
-        fields = self._head.fields(self.whole_kind)
+        fields = self.head.fields(self.whole_kind)
         return self.whole_type(**fields, choices=choices, usage=self.usage(usage), **more)
 
     def metrics(self, usage: Usage, num_answers: int) -> MetricsBody | UnsetType:
@@ -237,7 +237,7 @@ class Writer(AnswerWriter[A], Generic[A, C, D]):
         if self._service.settings.receipts is None:
             return UNSET
         signer = ReceiptSigner.of(self._service)
-        return UNSET if signer is None else signer.receipts(self._head.id, answer.ended_choices())
+        return UNSET if signer is None else signer.receipts(self.head.id, answer.ended_choices())
 
     def set_usage(self, usage: Callable[[], Usage]) -> None:
         """Set the function that returns the usage so far, which chunks may report."""
@@ -309,4 +309,4 @@ class Writer(AnswerWriter[A], Generic[A, C, D]):
     @cached_property
     def _chunk(self) -> Any:  # noqa: ANN401 - a `chunk_type`
         """The reusable chunk of this answer. Only its choices and usage change."""
-        return self.chunk_type(**self._head.fields(self.chunk_kind), choices=[])
+        return self.chunk_type(**self.head.fields(self.chunk_kind), choices=[])

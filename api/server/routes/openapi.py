@@ -45,6 +45,7 @@ QUERY: Mapping[str, Schema] = {
     "alt": {"enum": ["sse"]},
     "cache_salt": TEXT_FIELD,
     "limit": {"type": "integer", "minimum": 1, "maximum": MAX_PAGE},
+    "mode": {"enum": ["abort", "wait", "keep"]},
     "order": {"enum": ["asc", "desc"]},
     "purpose": TEXT_FIELD,
     "previous_id": TEXT_FIELD,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import httpx
 import msgspec
@@ -15,6 +16,7 @@ from foretoken.api.dialects.openai import answers as openai
 from foretoken.api.dialects.openai.bodies import ChatRequest
 from foretoken.api.dialects.responses import answers as responses
 from foretoken.api.server import app
+from foretoken.api.server.rollouts.routes import RolloutRoutes
 from foretoken.api.server.routes import protocol
 from foretoken.api.server.routes.openapi import JSON, describe, template
 from foretoken.api.serving.errors import ErrorBody
@@ -56,7 +58,22 @@ def test_every_route_is_described_and_nothing_else(routes, document):
     described = {
         (method.upper(), path) for path, methods in document["paths"].items() for method in methods
     }
-    assert described == served == {(each.method, template(each.path)) for each in app.operations()}
+    declared = {(each.method, template(each.path)) for each in app.operations()}
+    # A server with receipts has no weight updates.
+    updates = {(each.method, each.path) for each in RolloutRoutes.operations()}
+    assert described == served == declared - updates
+
+
+def test_the_routes_of_weight_updates_are_described_where_they_are_served(built):
+    from foretoken import AsyncLLM
+
+    llm = AsyncLLM.from_built(built)
+    llm.config = replace(llm.config, allow_weight_updates=True)
+    served = [each for each in app.routes(Service(llm, Settings())) if isinstance(each, Route)]
+    document = msgspec.json.decode(msgspec.json.encode(describe(served)))
+    OpenAPIV31SpecValidator(document).validate()
+    assert {each.path for each in RolloutRoutes.operations()} <= set(document["paths"])
+    assert "weight_version" in document["components"]["schemas"]["VersionedChatBody"]["required"]
 
 
 def test_a_route_that_nobody_described_is_an_error(routes):

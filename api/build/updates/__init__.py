@@ -1,0 +1,1 @@
+"""Replacement of a running model's weights by checked new ones."""

@@ -1,0 +1,147 @@
+"""OpenAI's answers with the versions of the weights that computed them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterable
+from contextlib import aclosing
+from typing import Any, ClassVar
+
+import msgspec
+from msgspec import Struct
+from typing_extensions import override
+
+from ....core.engine.rollouts.versions import VersionedUsage
+from ...dialects.openai.answers import ChatBody, TextBody
+from ...dialects.openai.chat_writing import ChatReply
+from ...dialects.openai.routes import ChatRoute, CompletionsRoute
+from ...dialects.openai.text_writing import TextReply
+from ...dialects.openai.writing import Head
+from ...runtime.generation import EndedChoice
+from ...serving.dialect import Dialect
+from ...serving.serving_context import Service
+from ...serving.sse import DONE, event
+
+
+class TokenSpan(Struct, kw_only=True):
+    """Tokens of a choice, from number ``start`` to the next span, and the version of the weights.
+
+    Tokens of a later span may attend to KV of earlier versions.
+    """
+
+    start: int
+    version: str
+
+
+class ChoiceVersions(Struct, kw_only=True):
+    """Versions of the weights that computed a choice, in order.
+
+    A span without tokens means that its version computed a part of the prompt.
+    """
+
+    index: int
+    spans: list[TokenSpan]
+
+
+class AnswerVersions(Struct, kw_only=True):
+    """Versions of an answer. ``weight_version``: the newest that computed a token of it."""
+
+    weight_version: str
+    weight_versions: list[ChoiceVersions]
+
+
+class VersionedChatBody(ChatBody, kw_only=True):
+    """Answer of a chat completion, with the versions of the weights."""
+
+    weight_version: str
+    weight_versions: list[ChoiceVersions]
+
+
+class VersionedTextBody(TextBody, kw_only=True):
+    """Answer of a text completion, with the versions of the weights."""
+
+    weight_version: str
+    weight_versions: list[ChoiceVersions]
+
+
+def versions_of(choices: Iterable[EndedChoice]) -> AnswerVersions:
+    """Return the versions of an answer that was read to its end."""
+    found, newest, version = list[ChoiceVersions](), -1, ""
+    for choice in choices:
+        usage = choice.request.usage
+        assert isinstance(usage, VersionedUsage), "the engine of this server makes them"
+        spans = [
+            TokenSpan(start=each.start, version=each.version) for each in usage.weight_versions
+        ]
+        found.append(ChoiceVersions(index=choice.number, spans=spans))
+        if usage.num_updates > newest:
+            newest, version = usage.num_updates, spans[-1].version
+    return AnswerVersions(weight_version=version, weight_versions=found)
+
+
+def _with_versions(body: object, kind: type[Struct], choices: Iterable[EndedChoice]) -> object:
+    """Return a body as a struct of ``kind``, which has two fields more."""
+    assert isinstance(body, Struct)
+    more = msgspec.structs.asdict(versions_of(choices))
+    return kind(**msgspec.structs.asdict(body), **more)
+
+
+def _versions_event(head: Head, kind: str, choices: Iterable[EndedChoice]) -> bytes:
+    """Return the event with the versions, which has no choice."""
+    return event(
+        {**head.fields(kind), "choices": []} | msgspec.structs.asdict(versions_of(choices))
+    )
+
+
+class VersionedChatReply(ChatReply):
+    """The answer to one chat request, with versions. In a stream, they come before the end."""
+
+    @override
+    async def whole(self) -> object:
+        body = await super().whole()
+        return _with_versions(body, VersionedChatBody, self._answer.ended_choices())
+
+    @override
+    async def events(self) -> AsyncGenerator[bytes]:
+        async with aclosing(super().events()) as events:
+            async for data in events:
+                yield data.removesuffix(DONE)
+                if data.endswith(DONE):
+                    head, kind = self._writer.head, self._writer.chunk_kind
+                    yield _versions_event(head, kind, self._answer.ended_choices()) + DONE
+
+
+class VersionedTextReply(TextReply):
+    """The answers to all prompts of one body, with versions, which a stream has before its end."""
+
+    @override
+    async def whole(self) -> object:
+        body = await super().whole()
+        return _with_versions(body, VersionedTextBody, self._answer.ended_choices())
+
+    @override
+    async def events(self) -> AsyncGenerator[bytes]:
+        async with aclosing(super().events()) as events:
+            async for data in events:
+                yield data.removesuffix(DONE)
+                if data.endswith(DONE):
+                    head, kind = self._writer.head, self._writer.chunk_kind
+                    yield _versions_event(head, kind, self._answer.ended_choices()) + DONE
+
+
+class VersionedChat(ChatRoute):
+    """Answer one conversation, whole or as a stream."""
+
+    answer: ClassVar[Any] = VersionedChatBody
+    reply_kind: ClassVar[type[ChatReply]] = VersionedChatReply
+
+
+class VersionedCompletions(CompletionsRoute):
+    """Answer one prompt or a list of them, whole or as a stream."""
+
+    answer: ClassVar[Any] = VersionedTextBody
+    reply_kind: ClassVar[type[TextReply]] = VersionedTextReply
+
+
+def versioned_dialects(service: Service) -> dict[str, Dialect[Any]]:
+    """Return the generating routes whose answers report versions, by path."""
+    return {kind.path: kind(service) for kind in (VersionedChat, VersionedCompletions)}

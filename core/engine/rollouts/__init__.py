@@ -1,0 +1,1 @@
+"""Pause, resume and weight updates of an engine for reinforcement learning."""

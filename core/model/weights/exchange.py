@@ -1,0 +1,62 @@
+"""Exchange of a decoder's weights: new tensors are copied into the memory of the old ones.
+
+Everything that refers to the old tensors stays valid: structs of the native kernels, heads that
+share the embedding, and layers shared with a draft model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from ctypes import Structure
+from dataclasses import fields, is_dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from ...errors import ModelLoadError
+
+Pairs: TypeAlias = Sequence[tuple[Tensor, Tensor]]
+"""Old tensors with the new tensors that replace their content."""
+
+
+def pair_tensors(old: object, new: object) -> Pairs:
+    """Return each tensor of ``old`` weights with the tensor of ``new`` weights in its place.
+
+    Both must have the same layout, for example as two loads of a checkpoint with equal options, and
+    equal numbers outside tensors. Raises `ModelLoadError` if they do not.
+    """
+    return list(_pairs(old, new, "weights"))
+
+
+@torch.inference_mode()
+def copy_tensors(pairs: Pairs) -> None:
+    """Copy each new tensor into the old one. No kernel may run meanwhile."""
+    for old, new in pairs:
+        old.copy_(new)
+
+
+def _pairs(old: Any, new: Any, where: str) -> Iterator[tuple[Tensor, Tensor]]:  # noqa: ANN401 - any weights
+    if type(old) is not type(new):
+        raise _differs(where)
+    if isinstance(old, Tensor):
+        if old.shape != new.shape or old.dtype != new.dtype or old.layout != new.layout:
+            raise _differs(where)
+        yield old, new
+    elif is_dataclass(old) and not isinstance(old, type):
+        for each in fields(old):
+            yield from _pairs(getattr(old, each.name), getattr(new, each.name), each.name)
+    elif isinstance(old, tuple | list):
+        if len(old) != len(new):
+            raise _differs(where)
+        for first, second in zip(old, new, strict=True):
+            yield from _pairs(first, second, where)
+    elif not (callable(old) or isinstance(old, Structure)) and old != new:
+        # Functions and structs refer to tensors that are paired elsewhere.
+        raise _differs(where)
+
+
+def _differs(where: str) -> ModelLoadError:
+    return ModelLoadError(
+        f"the new weights differ in a layout or a number that cannot be replaced: {where}"
+    )
