@@ -152,7 +152,7 @@ def test_every_engine_option_is_a_flag_of_every_command():
         assert config.kv_cache_dtype == "int8"
         assert config.generation_config == "none"
         assert config.override_generation_config == {"top_k": 5}
-    others = {"kv_memory", "no_images", "special_tokens_in_text"}
+    others = {"kv_memory", "no_images", "special_tokens_in_text", "allow_weight_updates"}
     assert {name.replace("-", "_") for name in flags} | others == set(EngineConfig.names())
 
 
