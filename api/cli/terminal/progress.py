@@ -72,15 +72,14 @@ class _Watch:
 
     async def over(self, loading: Awaitable[None]) -> None:
         """Await the load. The bar is replaced by a final line, or by the error if it fails."""
-        ticker = asyncio.create_task(self._tick()) if self._is_rewritten else None
+        ticker = asyncio.create_task(self._tick())
         try:
             await loading
         except BaseException:
             self._write(CLEAR if self._is_shown else "")
             raise
         finally:
-            if ticker is not None:
-                ticker.cancel()
+            ticker.cancel()
         if self._seconds >= PATIENCE and self._is_loading:
             begin = CLEAR if self._is_shown else ""
             self._write(f"{begin}{LOADING} {self._model} ... {self._seconds:.1f} s\n")
@@ -90,9 +89,11 @@ class _Watch:
         return time.monotonic() - self._began
 
     async def _tick(self) -> None:
+        # Without a terminal too: Python handles a SIGINT that comes just before the event loop
+        # begins to wait only when the loop wakes.
         while True:
             await asyncio.sleep(TICK)
-            if self._seconds >= PATIENCE and self._is_loading:
+            if self._is_rewritten and self._is_loading and self._seconds >= PATIENCE:
                 self._is_shown = True
                 what = f"{LOADING} {self._model}" if self._step == LOADING else self._step
                 self._write(f"{CLEAR}{what} {bar(self._share)} {self._seconds:.1f} s")

@@ -206,6 +206,7 @@ OWN = {
     "keys",
     "set_openings",
     "transfers",
+    "rollouts",
     "adapters",
 }  # fields of `Built` that each process has of its own
 
