@@ -6,7 +6,7 @@ Names are Google's JSON names in camel case. As in Google's API, snake case is a
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct, inspect
@@ -35,6 +35,8 @@ Schema = dict[str, Any]
 
 class GeminiStruct(Struct, kw_only=True, rename="camel"):
     """A part of a body; its fields are written in camel case."""
+
+    takes_single_entries: ClassVar[bool] = True  # a list may be sent as its only entry
 
 
 class Blob(GeminiStruct, kw_only=True):

@@ -83,6 +83,20 @@ def one_of(schema: Schema, names: tuple[str, str]) -> None:
     ]
 
 
+ABOUT = ("default", "description")  # keys of a field's schema that say nothing of its values
+
+
+def take_single_entries(schema: Schema) -> None:
+    """Add to a struct's schema that each list of objects may be sent as its only object."""
+    for name, field in schema["properties"].items():
+        listed = {key: value for key, value in field.items() if key not in ABOUT}
+        kinds = field.get("anyOf", [listed])
+        single = [kind["items"] for kind in kinds if "$ref" in kind.get("items", {})]
+        if single:
+            rest = {key: value for key, value in field.items() if key in ABOUT}
+            schema["properties"][name] = {"anyOf": [*kinds, *single]} | rest
+
+
 class OpenApi(Endpoints):
     """The OpenAPI document of the application, generated at the first request."""
 
@@ -170,6 +184,8 @@ class _Shapes:
                 fields = self.components[struct.__name__]["properties"]
                 about = {"description": f"Alias of `{other.name}`."}
                 fields[name] = fields.pop(name) | about
+            if getattr(struct, "takes_single_entries", False):
+                take_single_entries(self.components[struct.__name__])
             hints = get_type_hints(struct, include_extras=True)
             self._mark([s for hint in hints.values() for s in structs_in(hint)], done)
 

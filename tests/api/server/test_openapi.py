@@ -8,6 +8,7 @@ from dataclasses import replace
 import httpx
 import msgspec
 import pytest
+from jsonschema import Draft202012Validator
 from openapi_spec_validator import OpenAPIV31SpecValidator
 from starlette.routing import Route
 
@@ -221,3 +222,15 @@ def test_the_flag_names_origins_and_may_be_repeated():
     given = listening("--cors-origin", "http://a", "--cors-origin", "http://b, http://c")
     assert given.settings.cors_origins == ("http://a", "http://b", "http://c")
     assert listening().settings.cors_origins == ()
+
+
+def test_lists_of_gemini_may_be_a_single_entry_and_the_document_says_so(serve, document):
+    body = {"contents": {"parts": {"text": "hi"}}, "generationConfig": {"maxOutputTokens": 2}}
+    schemas = document["components"]["schemas"]
+    Draft202012Validator(schemas["GenerateBody"] | {"components": document["components"]}).validate(
+        body
+    )
+    server = serve()
+    model = httpx.get(f"{server.url}/v1/models").json()["data"][0]["id"]
+    answer = httpx.post(f"{server.url}/v1beta/models/{model}:generateContent", json=body)
+    assert answer.status_code == 200
