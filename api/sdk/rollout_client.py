@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...core.errors import InvalidRequest
+from ..build.updates.new_weights import WeightFolder
 from ..runtime.engine_client import EngineClient
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ class RolloutClient(EngineClient):
         `WeightsRefused`, an `InvalidRequest` that names tensors; then nothing has changed.
         """
         rollouts = await self._rollouts()
-        version = await rollouts.update(Path(path), sha256=sha256 or {}, version=weight_version)
+        version = await rollouts.update(WeightFolder(Path(path), sha256 or {}), version=weight_version)
         self.prompts.flush()  # cache misses are not explained by prompts of other weights
         return version
 

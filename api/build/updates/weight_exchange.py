@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from ....core.model.images.vision import Vision
 from ....core.model.weights.exchange import copy_tensors, pair_tensors
 from ....draft.proposers.self_draft import SelfProposer
 from .checked_files import ServedTensors
+from .new_weights import NewWeights
 from .refusal import WeightsRefused
 
 FLAG = "allow_weight_updates"
@@ -52,12 +53,17 @@ class WeightExchange:
             message = f"{FLAG} needs a model in safetensors files: {error}"
             raise InvalidRequest(message, param=FLAG) from None
 
-    def prepare(self, folder: Path, sha256: Mapping[str, str]) -> Callable[[], None]:
-        """Check and load the weights in ``folder``; return the function that copies them. Blocking.
+    @property
+    def max_bytes(self) -> int:
+        """Size in bytes that one file of new weights cannot exceed."""
+        return self._served.max_bytes
 
-        ``sha256``: digests of files by file name. Raises `WeightsRefused`.
+    def prepare(self, weights: NewWeights) -> Callable[[], None]:
+        """Check and load new weights; return the function that copies them. Blocking.
+
+        Raises `WeightsRefused`.
         """
-        with self._served.checked(folder, sha256) as staged:
+        with self._served.checked(weights) as staged:
             try:
                 new = self._load(staged)
                 assert isinstance(new, OwnDecoder), "it has the served model's config"
@@ -70,8 +76,7 @@ class WeightExchange:
                     rough = rough_decoder(new)
                     pairs += pair_tensors(self._self_draft.weights, rough.weights)
             except ModelLoadError as error:
-                message = str(error).replace(str(staged), str(folder))
-                raise WeightsRefused(message) from None
+                raise WeightsRefused(weights.named(str(error), staged)) from None
         # The new weights may be mapped from files, which stay mapped after their names are gone.
         return partial(copy_tensors, pairs)
 

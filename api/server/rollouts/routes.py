@@ -12,6 +12,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute
 
 from ....core.errors import InvalidRequest
+from ...build.updates.new_weights import WeightFolder
 from ...build.updates.refusal import UpdateConflict
 from ...serving.decoding import decoder
 from ...serving.dialect import Endpoints, get, post
@@ -41,9 +42,13 @@ class WorldSize(Struct, kw_only=True):
 
 
 class StartUpdate(Struct, kw_only=True):
-    """Body of /start_weight_update. Only tensors as in a checkpoint are supported."""
+    """Body of /start_weight_update. Only tensors as in a checkpoint are supported.
+
+    ``drop_open``: drop an update that is open, for example of a trainer that has died.
+    """
 
     is_checkpoint_format: bool = True
+    drop_open: bool = False
 
 
 class UpdateInfo(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -145,7 +150,7 @@ class RolloutRoutes(Endpoints):
             message = "is_checkpoint_format must be true: only tensors as in a checkpoint are taken"
             raise InvalidRequest(message, param="is_checkpoint_format")
         try:
-            await self._staged.start()
+            await self._staged.start(drops_open=body.drop_open)
         except UpdateConflict as error:
             raise _conflict(error) from None
         return JsonResponse(Status(status="started"))
@@ -162,7 +167,7 @@ class RolloutRoutes(Endpoints):
             if info.data is not None:
                 num_bytes = await self._staged.add(info.data, info.offset)
             elif info.path is not None:
-                await self._staged.set_folder(Path(info.path), info.sha256)
+                await self._staged.set_source(WeightFolder(Path(info.path), info.sha256))
         except UpdateConflict as error:
             raise _conflict(error) from None
         return JsonResponse(PartTaken(num_bytes=num_bytes))
