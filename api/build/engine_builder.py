@@ -280,7 +280,7 @@ def _rollouts(parts: _Parts, source: ModelSource, config: EngineConfig) -> Rollo
     load = partial(load_model, config=config, device=target.device)
     exchange = WeightExchange(source.path, target, parts.kept.proposer, load)
     remove_left_folders()
-    return Rollouts(engine, exchange.prepare, exchange.max_bytes)
+    return Rollouts(engine, exchange)
 
 
 def _make_digests() -> ModelDigests:

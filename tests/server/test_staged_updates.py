@@ -1,4 +1,4 @@
-"""Parts of an update: their limit, when they are dropped, and folders that killed processes left."""
+"""Parts of an update: their limit, when they are dropped, and what killed processes leave."""
 
 from __future__ import annotations
 
@@ -46,6 +46,15 @@ def staged(**options: Any) -> tuple[StagedUpdate, FakeRollouts]:
     return StagedUpdate(rollouts, **options), rollouts  # type: ignore[arg-type]
 
 
+def names(folder: Path) -> list[str]:
+    return [each.name for each in folder.iterdir()]
+
+
+def write_more(folder: Path, data: bytes) -> None:
+    (file,) = folder.glob(f"{PREFIX}*/*")
+    file.write_bytes(file.read_bytes() + data)
+
+
 async def test_parts_have_the_limit_of_the_served_files_and_a_refused_part_changes_nothing(
     folder: Path,
 ) -> None:
@@ -59,15 +68,14 @@ async def test_parts_have_the_limit_of_the_served_files_and_a_refused_part_chang
     await update.finish("0" * 64, None)
     assert rollouts.contents == [b"123456789a"]
     assert not update.is_open
-    assert [*folder.iterdir()] == []
+    assert names(folder) == []
 
 
 async def test_a_part_that_could_not_be_stored_can_be_sent_again(folder: Path) -> None:
     update, rollouts = staged()
     await update.start()
     await update.add(b"12", 0)
-    (file,) = folder.glob(f"{PREFIX}*/*")
-    file.write_bytes(b"12xxx")  # written in part when the disk was full
+    write_more(folder, b"xxx")  # as a write that ended when the disk was full
     await update.add(b"345", 2)
     await update.finish("0" * 64, None)
     assert rollouts.contents == [b"12345"]
@@ -80,17 +88,26 @@ async def test_a_new_start_drops_an_open_update_only_if_it_says_so(folder: Path)
     with pytest.raises(UpdateConflict, match="drop_open"):
         await update.start()
     await update.start(drops_open=True)
-    assert len([*folder.iterdir()]) == 1
+    assert len(names(folder)) == 1
     await update.add(b"new", 0)
     await update.finish("0" * 64, None)
     assert rollouts.contents == [b"new"]
 
 
-async def test_an_update_without_calls_is_dropped(folder: Path) -> None:
+async def test_an_update_without_calls_is_dropped(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    removed, loop, remove = asyncio.Event(), asyncio.get_running_loop(), HeldFolder.remove
+
+    def noted(held: HeldFolder) -> None:
+        remove(held)
+        loop.call_soon_threadsafe(removed.set)
+
+    monkeypatch.setattr(HeldFolder, "remove", noted)
     update, _ = staged(idle_seconds=0.0)
     await update.start()
-    while [*folder.iterdir()]:
-        await asyncio.sleep(0)
+    await removed.wait()
+    assert names(folder) == []
     assert not update.is_open
     with pytest.raises(UpdateConflict, match="no update"):
         await update.add(b"part", 0)

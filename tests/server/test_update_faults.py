@@ -41,7 +41,9 @@ def check(found):
 checked_files._check_values = check
 """,
 }
-SERVE = "import os, signal, sys\n{fault}\nfrom foretoken.api.cli.commands import main\nmain({words})"
+SERVE = (
+    "import os, signal, sys\n{fault}\nfrom foretoken.api.cli.commands import main\nmain({words})"
+)
 
 
 def killed_in(where: str, model: Path) -> list[str]:
@@ -65,7 +67,10 @@ def send_parts(url: str, data: bytes) -> None:
 def test_after_kill_9_in_an_update_a_new_server_serves_the_old_weights(
     tmp_path: Path, where: str
 ) -> None:
-    served, new = retrained(TARGET, tmp_path / "served", seed=2), retrained(TARGET, tmp_path / "new")
+    served, new = (
+        retrained(TARGET, tmp_path / "served", seed=2),
+        retrained(TARGET, tmp_path / "new"),
+    )
     before, temporary = digest(served / FILE), tmp_path / "temporary"
     temporary.mkdir()
     variables = {"TMPDIR": str(temporary)}

@@ -1,4 +1,4 @@
-"""HeldFolder: a temporary folder that later processes can tell from one left by a killed process."""
+"""HeldFolder: a temporary folder that a later process removes if its own process is killed."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from .refusal import WeightsRefused
 
 DIGEST = re.compile(r"[0-9a-fA-F]{64}")
 BLOCK = re.compile(r"/?[A-Za-z0-9_][A-Za-z0-9_.-]{0,250}")  # a name of POSIX shared memory
-SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - Linux shows shared memory as files here
+SHARED_MEMORY = Path("/dev/shm")  # Linux shows shared memory as files here
 NO_DIGESTS: Mapping[str, str] = {}
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from ....core.config import format_size
 from ....core.model.formats.files import SINGLE_FILE
 from ...build.updates.held_folder import HeldFolder
-from ...build.updates.new_weights import NewWeights, WeightFolder
+from ...build.updates.new_weights import NewWeights, SharedWeights, WeightFolder
 from ...build.updates.refusal import UpdateConflict, WeightsRefused
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ class StagedUpdate:
     async def finish(self, sha256: str | None, version: str | None) -> str:
         """Replace the weights, and return the name of the new version.
 
-        ``sha256``: digest of all parts, required for parts. Raises `UpdateConflict` without an open
+        ``sha256``: digest of all parts or of the shared memory, required for parts. Raises `UpdateConflict` without an open
         update, and `WeightsRefused`; then nothing has changed.
         """
         async with self._turn:
@@ -110,6 +110,8 @@ class StagedUpdate:
 
     def _weights(self, staged: Path, sha256: str | None) -> NewWeights:
         """Return the tensors of the open update. Raises `WeightsRefused`."""
+        if isinstance(self._source, SharedWeights):
+            return self._source._replace(sha256=sha256)
         if self._source is not None:
             return self._source
         if not self._num_bytes:
