@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
 from foretoken import AsyncLLM, SamplingParams
 from foretoken.api.build.model_files import BUILTIN
+from foretoken.api.types.results import TextDelta
+from foretoken.core.engine.rollouts.updatable_engine import PauseMode
 from support.new_weights import retrained
 
 TARGET = BUILTIN / "target"
@@ -32,12 +34,19 @@ PARAMS = [
 ]
 
 
-class Read(NamedTuple):
-    """Tokens of a stream, its finish reason, and the versions that computed it."""
+class Stream:
+    """A stream that has its first token, and the task that reads the rest."""
 
-    tokens: list[int]
-    reason: str | None
-    spans: list[tuple[int, str]]
+    def __init__(self, deltas: AsyncGenerator[TextDelta], first: TextDelta) -> None:
+        self.tokens = [*first.token_ids]
+        self.rest = asyncio.create_task(self._read(deltas))
+
+    async def _read(self, deltas: AsyncGenerator[TextDelta]) -> str | None:
+        reason = None
+        async for delta in deltas:
+            self.tokens += delta.token_ids
+            reason = delta.finish_reason
+        return reason
 
 
 @pytest.fixture(scope="module")
@@ -65,61 +74,39 @@ async def alone(llm: AsyncLLM) -> list[list[int]]:
     return [each.token_ids for each in found]
 
 
-async def begun(llm: AsyncLLM, number: int) -> asyncio.Task[Read]:
-    """A stream that has its first token, and the task that reads the rest."""
-    stream = llm.stream(PROMPTS[number], PARAMS[number])
-    first = await anext(stream)
-
-    async def rest() -> Read:
-        tokens, last = [*first.token_ids], first
-        async for last in stream:
-            tokens += last.token_ids
-        usage: Any = last.usage
-        return Read(tokens, last.finish_reason, [*usage.weight_versions])
-
-    return asyncio.create_task(rest())
-
-
-async def loaded(llm: AsyncLLM, mode: Any, new: Path) -> tuple[list[Read], list[Read]]:
-    """Streams before and after a pause in which the weights change."""
-    tasks = [await begun(llm, number) for number in range(NUM_STREAMS)]
-    await llm.pause(mode)
-    later = [asyncio.create_task(begun(llm, number)) for number in range(NUM_STREAMS)]
-    await llm.update_weights(new)
-    await llm.resume()
-    return [await task for task in tasks], [await (await each) for each in later]
+async def begun(llm: AsyncLLM, number: int) -> Stream:
+    deltas = llm.stream(PROMPTS[number], PARAMS[number])
+    return Stream(deltas, await anext(deltas))
 
 
 @pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
 def test_sixteen_streams_end_as_the_mode_says_and_later_ones_have_the_new_weights(
-    loop: asyncio.Runner, llm: AsyncLLM, new: Path, mode: str
+    loop: asyncio.Runner, llm: AsyncLLM, new: Path, mode: PauseMode
 ) -> None:
     async def run() -> None:
         await llm.update_weights(TARGET)
-        old, version = await alone(llm), llm.weight_version
-        earlier, later = await loaded(llm, mode, new)
-        updated = llm.weight_version
-        for number, read in enumerate(earlier):
-            num_old = len(read.tokens)
-            if mode == "keep":
-                assert (len(read.tokens), read.reason) == (MAX_TOKENS, "length")
-                if len(read.spans) > 1:
-                    assert [each for _, each in read.spans] == [version, updated]
-                    num_old = read.spans[1][0]
-            elif mode == "wait":
-                assert read.reason == "length"
-            else:
-                assert read.reason in ("abort", "length")
-            if mode != "keep":
-                assert read.spans == [(0, version)]
-            assert num_old > 0
-            assert read.tokens[:num_old] == old[number][:num_old]
-        assert [read.tokens for read in later] == await alone(llm)
-        assert {read.reason for read in later} == {"length"}
-        assert [read.spans for read in later] == [[(0, updated)]] * NUM_STREAMS
-        if mode == "wait":
-            assert [read.tokens for read in earlier] == old
+        old = await alone(llm)
+        earlier = [await begun(llm, number) for number in range(NUM_STREAMS)]
+        await llm.pause(mode)
+        num_old = [len(stream.tokens) for stream in earlier]
+        later = [asyncio.create_task(begun(llm, number)) for number in range(NUM_STREAMS)]
+        await llm.update_weights(new)
+        await llm.resume()
+        reasons = [await stream.rest for stream in earlier]
+        found = [stream.tokens for stream in earlier]
+        for tokens, number, expected in zip(found, num_old, old, strict=True):
+            assert number > 0
+            assert tokens[:number] == expected[:number]
+        if mode == "abort":
+            assert set(reasons) <= {"abort", "length"}
+            assert "abort" in reasons
+            assert all(tokens == old[index][: len(tokens)] for index, tokens in enumerate(found))
         else:
-            assert any(len(read.spans) > 1 or read.reason == "abort" for read in earlier)
+            assert reasons == ["length"] * NUM_STREAMS
+            assert [len(tokens) for tokens in found] == [MAX_TOKENS] * NUM_STREAMS
+            assert (found == old) is (mode == "wait"), "a kept stream goes on with the new weights"
+        streams = [await each for each in later]
+        assert [await each.rest for each in streams] == ["length"] * NUM_STREAMS
+        assert [each.tokens for each in streams] == await alone(llm) != old
 
     loop.run(run())

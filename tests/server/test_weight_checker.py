@@ -39,11 +39,16 @@ def server() -> Iterator[Server]:
         yield server
 
 
+def fill(block: SharedMemory, data: bytes) -> None:
+    assert block.buf is not None
+    block.buf[: len(data)] = data
+
+
 @pytest.fixture
 def block(new: Path) -> Iterator[SharedMemory]:
     data = (new / FILE).read_bytes()
     block = SharedMemory(create=True, size=len(data))
-    block.buf[: len(data)] = data
+    fill(block, data)
     yield block
     block.close()
     block.unlink()
@@ -157,7 +162,7 @@ def test_an_update_from_shared_memory_equals_one_from_a_folder(
     assert equal["success"] is True
     change(url, {"path": str(TARGET)})
     before = served(url)
-    block.buf[: len(block.buf)] = bytes(len(block.buf))  # the server no longer reads the block
+    fill(block, bytes(block.size))  # the server no longer reads the block
     assert served(url) == before
 
 
@@ -174,7 +179,7 @@ def test_shared_memory_that_does_not_hold_the_weights_is_refused_by_name(
     assert change(url, {"shared_memory": "../etc", "size": 8}).error["param"] == "shared_memory"
     other = change(url, {"shared_memory": block.name, "size": size}, sha256="0" * 64)
     assert other.error["param"] == "sha256"
-    block.buf[:8] = (2**40).to_bytes(8, "little")
+    fill(block, (2**40).to_bytes(8, "little"))
     damaged = change(url, {"shared_memory": block.name, "size": size})
     assert f"the shared memory {block.name} is damaged" in damaged.error["message"]
     assert post(url, "/start_weight_update", {}).status == 200

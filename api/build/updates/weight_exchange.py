@@ -138,7 +138,7 @@ def _tensors(decoder: OwnDecoder) -> Iterator[tuple[str, Tensor]]:
 def _digest(tensor: Tensor) -> str:
     """Return the SHA-256 of a tensor's dtype, shape and bytes, in hexadecimal."""
     made = hashlib.sha256(f"{tensor.dtype} {list(tensor.shape)}\n".encode())
-    made.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    made.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return made.hexdigest()
 
 

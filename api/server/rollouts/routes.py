@@ -98,8 +98,8 @@ class PartTaken(Struct, kw_only=True):
 class FinishUpdate(Struct, kw_only=True):
     """Body of /finish_weight_update.
 
-    ``sha256``: digest of all parts or of the shared memory, required for parts. ``weight_version``: name of the new version
-    of the weights, by default the number of updates.
+    ``sha256``: digest of all parts or of the shared memory, required for parts.
+    ``weight_version``: name of the new version of the weights, by default the number of updates.
     """
 
     sha256: str | None = None

@@ -97,8 +97,8 @@ class StagedUpdate:
     async def finish(self, sha256: str | None, version: str | None) -> str:
         """Replace the weights, and return the name of the new version.
 
-        ``sha256``: digest of all parts or of the shared memory, required for parts. Raises `UpdateConflict` without an open
-        update, and `WeightsRefused`; then nothing has changed.
+        ``sha256``: digest of all parts or of the shared memory, required for parts. Raises
+        `UpdateConflict` without an open update, and `WeightsRefused`; then nothing has changed.
         """
         async with self._turn:
             staged = self._open_folder()

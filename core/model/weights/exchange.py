@@ -44,7 +44,11 @@ def copy_tensors(pairs: Pairs) -> None:
         old.copy_(new)
 
 
-def _pairs(old: Any, new: Any, where: str) -> Iterator[tuple[str, Tensor, Tensor]]:  # noqa: ANN401 - any weights
+def _pairs(
+    old: Any,  # noqa: ANN401 - any weights
+    new: Any,  # noqa: ANN401
+    where: str,
+) -> Iterator[tuple[str, Tensor, Tensor]]:
     if type(old) is not type(new):
         raise _differs(where)
     if isinstance(old, Tensor):
