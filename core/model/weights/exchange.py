@@ -75,6 +75,7 @@ def _in(where: str, part: str | int) -> str:
 
 
 def _differs(where: str) -> ModelLoadError:
+    place = where or "weights"
     return ModelLoadError(
-        f"the new weights differ in a layout or a number that cannot be replaced: {where or 'weights'}"
+        f"the new weights differ in a layout or a number that cannot be replaced: {place}"
     )
