@@ -58,7 +58,7 @@ def remove_left_folders() -> int:
     """Remove this user's folders that killed processes left; return how many. Blocking."""
     num_removed = 0
     for folder in Path(gettempdir()).glob(f"{PREFIX}*"):
-        with suppress(OSError):  # of another process, or removed meanwhile
+        with suppress(OSError):  # another process holds or removed it
             num_removed += _remove_if_left(folder)
     if num_removed:
         logger.info("removed %d folders of updates that were not finished", num_removed)

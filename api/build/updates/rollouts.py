@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import logging
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from ....core.engine.rollouts.updatable_engine import PauseMode, UpdatableEngine
@@ -16,6 +17,7 @@ from .refusal import UpdateConflict, WeightsRefused
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 MAX_VERSION_LEN = 256  # characters
+DRAFT_DELAY = 2.0  # seconds for the first steps of a new version, which rounding would slow down
 DRAFT = "draft."  # prefix of the names of the self-draft's tensors
 
 
@@ -61,6 +63,7 @@ class Rollouts:
         self._weights = asyncio.Lock()  # held while the served weights are written or compared
         self._tasks: set[asyncio.Task[Any]] = set()
         self._drafting: asyncio.Task[None] | None = None  # rounds the last version
+        self._is_awaited = asyncio.Event()  # set if a caller waits for the self-draft
 
     @property
     def weight_version(self) -> str:
@@ -115,6 +118,7 @@ class Rollouts:
     async def settle(self) -> None:
         """Wait until the self-draft follows the present weights."""
         if self._drafting is not None:
+            self._is_awaited.set()
             await asyncio.shield(self._drafting)
 
     async def _to_the_end(self, work: Coroutine[Any, Any, T]) -> T:
@@ -133,6 +137,7 @@ class Rollouts:
             copy = await asyncio.to_thread(self._exchange.prepare, weights)
             async with self._weights:
                 name = await self._engine.swap_weights(copy, version)
+            self._is_awaited.clear()
             self._drafting = asyncio.create_task(self._follow())
             return name
         finally:
@@ -140,6 +145,8 @@ class Rollouts:
 
     async def _follow(self) -> None:
         """Let the self-draft follow the weights, while the engine serves them."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._is_awaited.wait(), DRAFT_DELAY)
         try:
             async with self._weights:
                 copy = await asyncio.to_thread(self._exchange.prepare_draft)
@@ -149,6 +156,7 @@ class Rollouts:
             logger.debug("the engine ended before the self-draft followed the weights")
 
     async def _checksums(self) -> WeightChecksums:
+        await self.settle()
         async with self._weights:
             version = self.weight_version
             tensors = await asyncio.to_thread(self._exchange.checksums)

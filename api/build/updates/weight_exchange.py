@@ -97,7 +97,7 @@ class WeightExchange:
     def checksums(self) -> dict[str, str]:
         """Return the SHA-256 of each tensor in memory, in hexadecimal, by its name. Blocking.
 
-        The names are those of packed weights. The served weights must not change meanwhile.
+        Packed weights have the names. The served weights must not change meanwhile.
         """
         found = {name: _digest(tensor) for name, tensor in _tensors(self._target)}
         if self._self_draft is not None:
