@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import save_file
@@ -97,7 +97,11 @@ async def measure_once(llm: AsyncLLM, block: SharedMemory) -> Measured:
 
 async def measure(folder: Path, block: SharedMemory, repeats: int) -> list[Measured]:
     """Return the times of ``repeats`` updates, after one that is not counted."""
-    options = {"kv_tokens": 4096, "max_model_len": 512, "allow_weight_updates": True}
+    options: dict[str, Any] = {
+        "kv_tokens": 4096,
+        "max_model_len": 512,
+        "allow_weight_updates": True,
+    }
     async with AsyncLLM(folder, **options, draft="self") as llm:
         return [await measure_once(llm, block) for _ in range(repeats + 1)][1:]
 
