@@ -271,6 +271,7 @@ def _rollouts(parts: _Parts, source: ModelSource, config: EngineConfig) -> Rollo
     engine, models = parts.engine, parts.models
     if not isinstance(engine, UpdatableEngine):
         return None
+    from .updates.held_folder import remove_left_folders
     from .updates.rollouts import Rollouts
     from .updates.weight_exchange import WeightExchange, check_supported
 
@@ -278,7 +279,8 @@ def _rollouts(parts: _Parts, source: ModelSource, config: EngineConfig) -> Rollo
     check_supported(config, target, models.vision)
     load = partial(load_model, config=config, device=target.device)
     exchange = WeightExchange(source.path, target, parts.kept.proposer, load)
-    return Rollouts(engine, exchange.prepare)
+    remove_left_folders()
+    return Rollouts(engine, exchange)
 
 
 def _make_digests() -> ModelDigests:

@@ -12,6 +12,8 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack, overload
 
+from typing_extensions import override
+
 from ...core.errors import EngineDead, ForetokenError
 from ..build.built import Built
 from ..runtime.preprocess import Conversation, Prompt
@@ -31,6 +33,7 @@ from .options import (
     RerankCall,
     VerifyCall,
 )
+from .rollout_calls import RolloutCalls
 
 T = TypeVar("T")
 OURS = "foretoken-"  # prefix of the names of all our threads
@@ -144,7 +147,7 @@ class _Reader:
         await self._deltas.aclose()
 
 
-class LLM:
+class LLM(RolloutCalls):
     """A model and its engine, on an event loop in a thread of its own. Thread-safe.
 
     The engine is closed by `close`, by leaving the ``with`` block, by garbage collection, or at
@@ -182,6 +185,7 @@ class LLM:
             self.close()
             raise
 
+    @override
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         return self._thread.run(work)
 

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...core.errors import InvalidRequest
+from ..build.updates.new_weights import SharedWeights, WeightFolder
 from ..runtime.engine_client import EngineClient
 
 if TYPE_CHECKING:
     from ...core.engine.rollouts.updatable_engine import PauseMode
-    from ..build.updates.rollouts import Rollouts
+    from ..build.updates.rollouts import Rollouts, WeightChecksums
 
 FLAG = "allow_weight_updates"
 
@@ -67,9 +68,41 @@ class RolloutClient(EngineClient):
         `WeightsRefused`, an `InvalidRequest` that names tensors; then nothing has changed.
         """
         rollouts = await self._rollouts()
-        version = await rollouts.update(Path(path), sha256=sha256 or {}, version=weight_version)
+        version = await rollouts.update(
+            WeightFolder(Path(path), sha256 or {}), version=weight_version
+        )
         self.prompts.flush()  # cache misses are not explained by prompts of other weights
         return version
+
+    async def update_weights_from_shared_memory(
+        self, name: str, size: int, *, sha256: str | None = None, weight_version: str | None = None
+    ) -> str:
+        """Replace the weights by the bytes of a safetensors file in POSIX shared memory.
+
+        Linux only. ``name`` and ``size`` (bytes) are the block's, which must not change until the
+        call returns. Everything else is as in `update_weights`.
+        """
+        rollouts = await self._rollouts()
+        weights = SharedWeights(name, size, sha256)
+        version = await rollouts.update(weights, version=weight_version)
+        self.prompts.flush()
+        return version
+
+    async def weight_checksums(self) -> WeightChecksums:
+        """Return the SHA-256 of the weights in memory: of each packed tensor, and of all.
+
+        Engines with the same options and kernels have the same digests if and only if they have the
+        same weights. Raises `InvalidRequest` and `EngineDead`.
+        """
+        return await (await self._rollouts()).checksums()
+
+    async def weight_differences(self, path: str | os.PathLike[str]) -> list[str]:
+        """Return the names of packed tensors in memory that differ from a load of a folder.
+
+        The list is empty if the engine serves exactly the folder's weights. Raises `WeightsRefused`
+        for a folder that an update would refuse.
+        """
+        return await (await self._rollouts()).differences(WeightFolder(Path(path)))
 
     async def _rollouts(self) -> Rollouts:
         await self.start()

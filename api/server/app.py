@@ -32,6 +32,7 @@ from .observation.observability import Observing
 from .observation.request_log import CLIENT_CLOSED
 from .rollouts.routes import RolloutRoutes
 from .rollouts.versioned_answers import versioned_dialects
+from .rollouts.weight_checker import WeightChecker
 from .routes.adapters import AdapterRoutes
 from .routes.cache_routes import CacheRoutes
 from .routes.dashboard import Dashboard
@@ -45,7 +46,7 @@ from .sockets.connection import ResponsesSocket
 
 ENDPOINTS: Sequence[type[Endpoints]] = (
     ModelRoutes, TokenRoutes, OperatorRoutes, CacheRoutes, SessionRoutes, AdapterRoutes, Dashboard,
-    Pages, OpenApi, ReceiptRoutes, RolloutRoutes,
+    Pages, OpenApi, ReceiptRoutes, RolloutRoutes, WeightChecker,
 )  # fmt: skip
 """Routes that belong to no API."""
 

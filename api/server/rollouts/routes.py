@@ -12,6 +12,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute
 
 from ....core.errors import InvalidRequest
+from ...build.updates.new_weights import NewWeights, SharedWeights, WeightFolder
 from ...build.updates.refusal import UpdateConflict
 from ...serving.decoding import decoder
 from ...serving.dialect import Endpoints, get, post
@@ -41,23 +42,45 @@ class WorldSize(Struct, kw_only=True):
 
 
 class StartUpdate(Struct, kw_only=True):
-    """Body of /start_weight_update. Only tensors as in a checkpoint are supported."""
+    """Body of /start_weight_update. Only tensors as in a checkpoint are supported.
+
+    ``drop_open``: drop an update that is open, for example of a trainer that has died.
+    """
 
     is_checkpoint_format: bool = True
+    drop_open: bool = False
 
 
 class UpdateInfo(Struct, kw_only=True, forbid_unknown_fields=True):
-    """Tensors of an update: a folder on the server, or a part of one safetensors file.
+    """Tensors of an update: a folder on the server, shared memory, or a part of one file.
 
-    ``path``: folder with safetensors. ``sha256``: digests of its files, by file name. ``data``: the
-    next bytes of the file, in base64. ``offset``: number of bytes before them, to detect lost
-    parts.
+    ``path``: folder with safetensors. ``sha256``: digests of its files, by file name.
+    ``shared_memory``: name of a block of POSIX shared memory with the bytes of a safetensors file.
+    ``size``: number of its bytes. ``data``: the next bytes of a safetensors file, in base64.
+    ``offset``: number of bytes before them, to detect lost parts.
     """
 
     path: Annotated[str, Meta(min_length=1, max_length=4096)] | None = None
     sha256: dict[str, str] = field(default_factory=dict)
+    shared_memory: Annotated[str, Meta(min_length=1, max_length=252)] | None = None
+    size: Annotated[int, Meta(ge=1)] | None = None
     data: bytes | None = None
     offset: Annotated[int, Meta(ge=0)] | None = None
+
+    def source(self) -> NewWeights | None:
+        """Return weights that exist already; None for a part. Raises `InvalidRequest`."""
+        given = [self.path, self.shared_memory, self.data]
+        if sum(each is not None for each in given) != 1:
+            message = "update_info needs either path, shared_memory or data"
+            raise InvalidRequest(message, param="update_info")
+        if self.path is not None:
+            return WeightFolder(Path(self.path), self.sha256)
+        if self.shared_memory is None:
+            return None
+        if self.size is None:
+            message = "size is required: the number of bytes in the shared memory"
+            raise InvalidRequest(message, param="update_info.size")
+        return SharedWeights(self.shared_memory, self.size)
 
 
 class UpdateWeights(Struct, kw_only=True):
@@ -75,8 +98,8 @@ class PartTaken(Struct, kw_only=True):
 class FinishUpdate(Struct, kw_only=True):
     """Body of /finish_weight_update.
 
-    ``sha256``: digest of all parts, required for parts. ``weight_version``: name of the new version
-    of the weights, by default the number of updates.
+    ``sha256``: digest of all parts or of the shared memory, required for parts.
+    ``weight_version``: name of the new version of the weights, by default the number of updates.
     """
 
     sha256: str | None = None
@@ -145,24 +168,25 @@ class RolloutRoutes(Endpoints):
             message = "is_checkpoint_format must be true: only tensors as in a checkpoint are taken"
             raise InvalidRequest(message, param="is_checkpoint_format")
         try:
-            await self._staged.start()
+            await self._staged.start(drops_open=body.drop_open)
         except UpdateConflict as error:
             raise _conflict(error) from None
         return JsonResponse(Status(status="started"))
 
     @post("/update_weights", PartTaken, body=UpdateWeights, errors=CHANGES, is_operators=True)
     async def update(self, request: Request) -> Response:
-        """Add tensors to the open update: a folder on the server, or a part of a file."""
+        """Add tensors to the open update: a folder on the server, shared memory, or a part of a
+        file.
+        """
         self._rollouts(request)
         info = decode_part(await self.service.read_bytes(request)).update_info
-        if (info.path is None) == (info.data is None):
-            raise InvalidRequest("update_info needs either path or data", param="update_info")
+        source = info.source()
         try:
             num_bytes = 0
-            if info.data is not None:
+            if source is not None:
+                await self._staged.set_source(source)
+            elif info.data is not None:
                 num_bytes = await self._staged.add(info.data, info.offset)
-            elif info.path is not None:
-                await self._staged.set_folder(Path(info.path), info.sha256)
         except UpdateConflict as error:
             raise _conflict(error) from None
         return JsonResponse(PartTaken(num_bytes=num_bytes))

@@ -25,10 +25,15 @@ AdapterName = Annotated[str, Meta(min_length=1, max_length=256)]
 
 
 class LoadAdapter(Struct, kw_only=True):
-    """Body of /v1/load_lora_adapter. ``lora_path``: a folder below ``--lora-dir``."""
+    """Body of /v1/load_lora_adapter. ``lora_path``: a folder below ``--lora-dir``.
+
+    ``load_inplace``: replace a loaded adapter with the same name, instead of refusing the name.
+    Running requests keep the replaced adapter; later ones find none of its cached pages.
+    """
 
     lora_name: AdapterName
     lora_path: Annotated[str, Meta(min_length=1, max_length=4096)]
+    load_inplace: bool = True
 
 
 class UnloadAdapter(Struct, kw_only=True):
@@ -68,6 +73,9 @@ class AdapterRoutes(Endpoints):
         body = decode_load(await self._read(request, "loading an adapter"))
         if body.lora_name in self.service.names:
             message = f"{body.lora_name} is a name of the model itself: choose another"
+            raise InvalidRequest(message, param="lora_name")
+        if not body.load_inplace and body.lora_name in self.service.llm.adapters:
+            message = f"{body.lora_name} is loaded already: load_inplace true replaces it"
             raise InvalidRequest(message, param="lora_name")
         folder = await asyncio.to_thread(
             adapter_folder, self.service.settings.lora_dir, body.lora_path

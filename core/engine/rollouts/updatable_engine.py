@@ -31,11 +31,15 @@ PAUSED = "pause"  # stop reason of a request that a pause ended
 
 
 class _Swap(NamedTuple):
-    """A replacement of the weights. ``copy`` writes them, in the model thread."""
+    """A replacement of weights. ``copy`` writes them, in the model thread.
+
+    ``begins_version``: whether the target's weights change, and not only a drafter's.
+    """
 
     copy: Callable[[], None]
-    version: str | None  # None: the next number
     done: asyncio.Future[str]
+    begins_version: bool = True
+    version: str | None = None  # None: the next number
 
 
 class UpdatableEngine(Engine):
@@ -109,9 +113,21 @@ class UpdatableEngine(Engine):
         version are not found any more. An error of ``copy`` ends the engine, because the weights
         may be written in part. Raises `EngineDead`.
         """
+        return await self._swapped(copy, version=version)
+
+    async def between_steps(self, copy: Callable[[], None]) -> None:
+        """Call ``copy`` in the model thread between two steps, for weights of a drafter.
+
+        An error of ``copy`` ends the engine. Raises `EngineDead`.
+        """
+        await self._swapped(copy, begins_version=False)
+
+    async def _swapped(
+        self, copy: Callable[[], None], *, begins_version: bool = True, version: str | None = None
+    ) -> str:
         self._require_alive()
         done: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._swaps.append(_Swap(copy, version, done))
+        self._swaps.append(_Swap(copy, done, begins_version, version))
         self._inbox.notify()
         return await done
 
@@ -179,7 +195,8 @@ class UpdatableEngine(Engine):
         """Replace the weights, unless the caller has gone. An error ends the engine."""
         if not swap.done.done():
             await self._thread.start(swap.copy).result()
-            self._begin_version(swap.version)
+            if swap.begins_version:
+                self._begin_version(swap.version)
             if not swap.done.done():
                 swap.done.set_result(self.weight_version)
         self._swaps.pop(0)

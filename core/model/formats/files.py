@@ -10,6 +10,8 @@ from pathlib import Path
 from ...errors import ModelLoadError
 
 GGUF = ".gguf"
+SINGLE_FILE = "model.safetensors"  # the only file of weights, or else an index names the files
+INDEX_FILE = "model.safetensors.index.json"
 _NAMES_SHOWN = 4  # number of names that an error shows
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE)
 

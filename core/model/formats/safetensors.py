@@ -19,12 +19,9 @@ from ...errors import ModelLoadError
 from ...ops.quantize import StoredWeight
 from ..description.fields import Fields, read_json
 from ..description.tensors import EMBEDDING
-from .files import TensorEntry
+from .files import INDEX_FILE, SINGLE_FILE, TensorEntry
 from .nested import base_names
 from .quantized import QuantizedTensor, Scheme, Stored, gather, is_passed_over, read_scheme
-
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
 
 _ITEM_BYTES = {
     "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,

@@ -143,6 +143,36 @@ def test_an_unload_waits_for_a_stream(client: httpx.Client, adapted: AdaptedMode
     assert ids[-1] == "data: [DONE]"
 
 
+def test_a_reload_under_a_name_serves_new_requests_and_running_ones_keep_the_old_adapter(
+    client: httpx.Client, adapted: AdaptedModel
+) -> None:
+    load(client, "policy", "sql")
+    old = complete(client, "policy", max_tokens=100).json()["choices"][0]["token_ids"]
+    refused = client.post(
+        "/v1/load_lora_adapter",
+        json={"lora_name": "policy", "lora_path": "legal", "load_inplace": False},
+        headers=ADMIN,
+    )
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "lora_name")
+    body = {"model": "policy", "prompt": PROMPT, "return_token_ids": True, "stream": True, **GREEDY}
+    with client.stream("POST", "/v1/completions", json={**body, "max_tokens": 100}) as stream:
+        lines = (line[6:] for line in stream.iter_lines() if line.startswith("data: "))
+        running = [next(lines)]
+        replaced = client.post(
+            "/v1/load_lora_adapter",
+            json={"lora_name": "policy", "lora_path": "legal", "load_inplace": True},
+            headers=ADMIN,
+        )
+        assert replaced.status_code == 200, replaced.text
+        running += lines
+    chunks = [json.loads(each) for each in running[:-1]]
+    found = [token for each in chunks for token in each["choices"][0]["token_ids"]]
+    assert found == old
+    new = complete(client, "policy").json()
+    assert new["choices"][0]["token_ids"] == wanted(adapted, "legal") != wanted(adapted, "sql")
+    assert new["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+
+
 def test_a_flush_of_a_salt_drops_what_its_adapters_computed(client: httpx.Client) -> None:
     load(client, "sql", "sql")
     for flushed in (0, 1):
