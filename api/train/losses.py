@@ -49,5 +49,6 @@ def group_advantages(rewards: Tensor) -> Tensor:
     It is the reward minus the group's mean, divided by the group's standard deviation. A group of
     equal rewards has advantages of 0. DeepSeekMath, section 4.1 (Shao et al., 2024).
     """
-    spread = rewards.std(dim=1, correction=0, keepdim=True)
-    return (rewards - rewards.mean(dim=1, keepdim=True)) / (spread + 1e-4)
+    relative = rewards - rewards[:, :1]  # exactly 0 in a group of equal rewards
+    spread = relative.std(dim=1, correction=0, keepdim=True)
+    return (relative - relative.mean(dim=1, keepdim=True)) / (spread + 1e-4)
