@@ -82,6 +82,7 @@ def run(url: str, question: str, *, is_early: bool) -> float:
 
 if __name__ == "__main__":
     url, question = (*sys.argv[1:], *(URL, QUESTION)[len(sys.argv) - 1 :])
+    list(ready_calls(url, question))  # both runs then find the prompt in the cache
     for is_early in (False, True):
         print("tools start", "early" if is_early else "at the end of the answer")
         print(f"  {run(url, question, is_early=is_early):.2f} s")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 from asyncio.subprocess import Process
 from contextlib import suppress
 from typing import Any
 
+logger = logging.getLogger(__name__)
 POLL_SECONDS = 0.005
 
 
@@ -35,10 +37,15 @@ async def end_group(process: Process) -> None:
     """Kill the processes of the group that ``process`` leads, and wait for the leader's end.
 
     `Process.wait` would also wait for the end of the output, and a process that left the group may
-    keep it open.
+    keep it open. If all processes belong to another user, as after ``sudo``, they run on.
     """
-    with suppress(ProcessLookupError):
+    try:
         os.killpg(process.pid, signal.SIGKILL)
-    while process.returncode is None:  # noqa: ASYNC110
-        await asyncio.sleep(POLL_SECONDS)
+    except PermissionError:
+        logger.warning("a process of another user could not be killed: %d", process.pid)
+    except ProcessLookupError:
+        pass
+    else:
+        while process.returncode is None:  # noqa: ASYNC110
+            await asyncio.sleep(POLL_SECONDS)
     process._transport.close()  # type: ignore[attr-defined]

@@ -19,7 +19,7 @@ POLICY = SamplingParams(
 
 
 class Tokens(NamedTuple):
-    """A prompt's token ids and those of an answer to it; neither is empty."""
+    """Token ids of a prompt and of an answer to it; neither is empty."""
 
     prompt: tuple[int, ...]
     answer: tuple[int, ...]
@@ -73,8 +73,8 @@ async def sample(
 async def score(llm: AsyncLLM, given: Sequence[Tokens]) -> list[tuple[float, ...]]:
     """Return the engine's log-probability of each answer token: [len(answer)] per entry.
 
-    Answers are computed as prompts, in one pass each. With ``exact="batch"`` the values are bit for
-    bit those of sampling with the same weights. Raises `InvalidRequest`.
+    Answers are computed as prompts, in one pass each. With ``exact="batch"`` sampling with the same
+    weights gives the same values, bit for bit. Raises `InvalidRequest`.
     """
     for each in given:
         if not each.prompt or not each.answer:

@@ -122,7 +122,8 @@ class Engine:
                 hung._report_hung_launch()
 
         watchdog = Watchdog(self.supervision.step_timeout, report)
-        weakref.finalize(self, watchdog.close)
+        # The watchdog itself refers to the engine while a step runs.
+        weakref.finalize(self, watchdog.launch_guard.close)
         return watchdog
 
     def _report_hung_launch(self) -> None:

@@ -207,25 +207,28 @@ class Watchdog:
         self._seen = 0  # value of `_num_jobs` at the last tick
         self._num_beats = 0  # number of ticks since the first tick during this job
         self._timer: asyncio.TimerHandle | None = None
-        self._launch_guard = LaunchGuard(seconds, on_hung_launch)
+        self.launch_guard = LaunchGuard(seconds, on_hung_launch)
         self._has_hung = False  # whether a watched call took too long
 
     @property
     def gave_up(self) -> bool:
         """Whether a step took too long."""
-        return self._has_hung or self._launch_guard.has_hung
+        return self._has_hung or self.launch_guard.has_hung
 
     def begin_launch(self, now: float) -> None:
         """Begin to watch a step, which the event loop is about to launch itself."""
         if self._began is None:  # otherwise the preceding step is still under way
             self._began = now
-        self._launch_guard.begin()
+        self.launch_guard.begin()
 
-    def end_launch(self) -> None:
-        """Record that the launch ended. Raises `StepHung` if it took too long."""
-        self._launch_guard.end()
-        if self._launch_guard.has_hung:
-            raise StepHung(self._seconds)
+    def end_launch(self, error: BaseException | None = None) -> None:
+        """Record that the launch ended, with ``error`` if it failed.
+
+        Raises `StepHung`, caused by the error, if the launch took too long.
+        """
+        self.launch_guard.end()
+        if self.launch_guard.has_hung:
+            raise StepHung(self._seconds) from error
 
     def watch(self, job: Job[Any], now: float) -> None:
         """Begin to watch a call that was started on the running event loop."""
@@ -249,7 +252,7 @@ class Watchdog:
     def close(self) -> None:
         """Stop the timer and forget the watched call."""
         self._job = None
-        self._launch_guard.close()
+        self.launch_guard.close()
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -112,7 +112,7 @@ class InFlightStep:
         self._on_kernels_started = on_kernels_started
         self.launches_here = launches_here
         self._job: Job[StepOutput] | None = None
-        self._launch_error: BaseException | None = None
+        self.launch_error: BaseException | None = None  # raised by a launch on the event loop
 
     def start(self, thread: StepThread, after: Pending | None = None) -> None:
         """Launch the step, or begin it in ``thread``.
@@ -126,7 +126,7 @@ class InFlightStep:
         try:
             self.launched = self._runner.launch(self.plan, after, self._on_kernels_started)
         except BaseException as error:  # `_finish` raises it
-            self._launch_error = error
+            self.launch_error = error
 
     def outcome(self, thread: StepThread) -> Job[StepOutput]:
         """Return the call in ``thread`` whose result is the step's output."""
@@ -138,8 +138,8 @@ class InFlightStep:
         return self._runner.launch(self.plan, None, self._on_kernels_started).finish()
 
     def _finish(self) -> StepOutput:
-        if self._launch_error is not None:
-            raise self._launch_error
+        if self.launch_error is not None:
+            raise self.launch_error
         assert self.launched is not None
         return self.launched.finish()
 
@@ -225,7 +225,7 @@ class StepExecutor:
             return
         self._watchdog.begin_launch(in_flight.began)
         in_flight.start(self._thread, after)
-        self._watchdog.end_launch()
+        self._watchdog.end_launch(in_flight.launch_error)
 
     def _start_next(self, in_flight: InFlightStep, runner: StepRunner) -> None:
         """Launch the step after ``in_flight``, if it can be planned before that step is over."""

@@ -87,7 +87,9 @@ class IdlePrefill:
         self._answers.add(answer)
 
         def begin(choice: Choice) -> None:
-            if choice.finish_reason == "abort" or answer.is_last:
+            # A front marks running requests of an ended session even if a replica fails to end it.
+            is_last = answer.is_last or request.cache.ends_session
+            if choice.finish_reason == "abort" or is_last:
                 return
             if self._size is None:
                 self._size = ChunkSize(self._llm.page_size)
@@ -197,12 +199,11 @@ class IdlePrefill:
             if not await self._is_idle_for(turn):
                 return "dropped"
             size = self._size or ChunkSize(self._llm.page_size)
-            request = self._request(turn, min(turn.num_wanted, turn.num_cached + size.tokens))
-            if not await self._has_room(turn, request):
+            if not await self._has_room(turn, self._next_request(turn, size)):
                 return "dropped"
             # A request may have arrived meanwhile, or the next turn itself.
             is_free = self._llm.is_idle and self._current is turn
-            if is_free and not await self._compute_chunk(turn, request, size):
+            if is_free and not await self._compute_chunk(turn, size):
                 return "dropped"
         return "ready"
 
@@ -247,9 +248,11 @@ class IdlePrefill:
         num_tokens = turn.num_wanted if turn.session is None else turn.num_missing
         return num_tokens <= await self._llm.engine.room_for(request) * self._llm.page_size
 
-    async def _compute_chunk(self, turn: NextPrompt, request: Request, size: ChunkSize) -> bool:
+    async def _compute_chunk(self, turn: NextPrompt, size: ChunkSize) -> bool:
         """Compute the next chunk; return whether the chunks before it were still in the cache."""
         page_size, began = self._llm.page_size, time.monotonic()
+        # The adapter may have been replaced since the last request was made.
+        request = self._next_request(turn, size)
         stream = submit(self._llm.engine, request)
         if turn.adapter is not None:
             self._llm.adapters.find(turn.adapter).hold(stream)
@@ -284,11 +287,12 @@ class IdlePrefill:
         finally:
             self._chunk = None
 
-    def _request(self, turn: NextPrompt, stop: int) -> Request:
-        """Return the request of the chunk that ends at ``stop``.
+    def _next_request(self, turn: NextPrompt, size: ChunkSize) -> Request:
+        """Return the request of the next chunk.
 
         The last chunk is the prompt of the session's next turn, so its pages stay pinned.
         """
+        stop = min(turn.num_wanted, turn.num_cached + size.tokens)
         prompt, params = turn.up_to(stop), warm_params(turn.chat.params)
         is_last = len(prompt.token_ids) >= turn.num_wanted
         cache = CacheOptions(session=turn.session) if is_last else DEFAULT_CACHE

@@ -246,6 +246,31 @@ async def test_a_failed_request_leaves_nothing_behind() -> None:
     await engine.close()
 
 
+def test_an_engine_whose_loop_ends_in_a_step_can_be_collected() -> None:
+    began, may_end = threading.Event(), threading.Event()
+
+    class Blocked(FakeRunner):
+        def step(self, plan: StepPlan) -> StepOutput:
+            began.set()
+            may_end.wait(60)
+            return super().step(plan)
+
+    async def leave() -> weakref.ref[Engine]:
+        engine = Engine(make_scheduler(), Blocked(page_size=4))
+        await engine.start()
+        engine.submit(make_request("a", [1, 2, 3]))
+        await asyncio.to_thread(began.wait, 60)
+        return weakref.ref(engine)
+
+    loop = asyncio.new_event_loop()
+    known = loop.run_until_complete(leave())
+    loop.close()  # the engine was not closed
+    may_end.set()
+    gone = threading.Event()
+    weakref.finalize(known(), gone.set)
+    assert any(gone.wait(0.01) for _ in range(500) if gc.collect() >= 0)
+
+
 async def test_a_request_id_in_use_is_refused_even_from_the_inbox() -> None:
     engine = make_engine()
     await engine.start()

@@ -78,7 +78,7 @@ class Hanging(Launching):
             self.seen.append(self.engine._watchdog.seconds_under_way(virtual_time.now()))
             self.readiness = self.engine.readiness
             for _ in range(self._num_beats):
-                self.engine._watchdog._launch_guard.beat()
+                self.engine._watchdog.launch_guard.beat()
         return super().launch(plan, after, on_kernels_started)
 
 
