@@ -58,7 +58,8 @@ def run(python: str | Path, name: str, server: Server) -> str:
 def test_every_example_has_a_test_here() -> None:
     ours = {"agent_loop", "best_of_n", "early_calls", "shared_system_prompt"}
     evals = {"inspect_seeds", "lm_eval_seeds"}  # in tests/clients/test_evals.py
-    assert {path.stem for path in EXAMPLES.glob("*.py")} == {*PACKAGES, *ours, *evals}
+    trainers = {"trl_grpo"}  # in tests/clients/test_trl.py
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == {*PACKAGES, *ours, *evals, *trainers}
 
 
 def test_the_agent_calls_its_tools_and_its_conversation_is_cached(server: Server) -> None:

@@ -12,14 +12,16 @@ from typing_extensions import override
 
 from ....core.engine.rollouts.versions import VersionedUsage
 from ...dialects.openai.answers import ChatBody, TextBody
-from ...dialects.openai.chat_writing import ChatReply
-from ...dialects.openai.routes import ChatRoute, CompletionsRoute
+from ...dialects.openai.chat_writing import ChatReply, ChatWriter
+from ...dialects.openai.routes import ChatRoute
 from ...dialects.openai.text_writing import TextReply
 from ...dialects.openai.writing import Head
 from ...runtime.generation import EndedChoice
 from ...serving.dialect import Dialect
 from ...serving.serving_context import Service
 from ...serving.sse import DONE, event
+from .token_numbers import NumberedChatRequest, NumberedChatWriter
+from .trainer_completions import TrainerTextRoute
 
 
 class TokenSpan(Struct, kw_only=True):
@@ -131,11 +133,13 @@ class VersionedTextReply(TextReply):
 class VersionedChat(ChatRoute):
     """Answer one conversation, whole or as a stream."""
 
+    body = NumberedChatRequest
     answer: ClassVar[Any] = VersionedChatBody
+    writer_kind: ClassVar[type[ChatWriter]] = NumberedChatWriter
     reply_kind: ClassVar[type[ChatReply]] = VersionedChatReply
 
 
-class VersionedCompletions(CompletionsRoute):
+class VersionedCompletions(TrainerTextRoute):
     """Answer one prompt or a list of them, whole or as a stream."""
 
     answer: ClassVar[Any] = VersionedTextBody
