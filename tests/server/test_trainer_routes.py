@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from foretoken.api.build.model_files import BUILTIN
-from support.plain_http import get, post
+from support.plain_http import get, opened, post
 from support.server_process import running
 
 FLAGS = ["--kv-tokens", "4096", "--max-model-len", "512", "--threads", "1"]
@@ -129,3 +130,99 @@ def test_the_fields_and_the_route_need_the_option() -> None:
         assert post(server.url, "/v1/completions", body).error["param"] == "prompt_logprobs"
         info = get(server.url, "/server_info?config_format=json").json
         assert info["vllm_config"]["weight_transfer_config"] is None
+
+
+# -- token ids in and out -----------------------------------------------------------------------
+
+GENERATE = "/inference/v1/generate"
+
+
+def generate(url: str, sampling: dict[str, Any], **more: Any) -> dict[str, Any]:
+    body = {"token_ids": PROMPTS[0], "sampling_params": sampling, **more}
+    found = post(url, GENERATE, body)
+    assert found.status == 200, found.content
+    answer: dict[str, Any] = found.json
+    return answer
+
+
+def test_token_ids_are_those_of_a_text_completion(url: str) -> None:
+    seeded = SAMPLING | {"seed": 7}
+    answer = generate(url, {**seeded, "output_kind": 2}, request_id="trl-1")
+    expected = complete(url, prompt=PROMPTS[0], **seeded, **IDS)
+    assert answer["request_id"] == "trl-1"
+    assert [each["token_ids"] for each in answer["choices"]] == [
+        each["token_ids"] for each in expected
+    ]
+    for choice, other in zip(answer["choices"], expected, strict=True):
+        content = choice["logprobs"]["content"]
+        assert [number(each["token"]) for each in content] == choice["token_ids"]
+        assert [each["logprob"] for each in content] == other["logprobs"]["token_logprobs"]
+    assert answer["weight_version"] == answer["weight_versions"][0]["spans"][0]["version"]
+
+
+def test_a_stream_of_token_ids_has_the_tokens_of_a_whole_answer(url: str) -> None:
+    seeded = SAMPLING | {"seed": 7}
+    whole = generate(url, seeded)
+    found = post(
+        url,
+        GENERATE,
+        {
+            "token_ids": PROMPTS[0],
+            "sampling_params": seeded,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        },
+    )
+    lines = [line for line in found.content.decode().split("\n\n") if line.startswith("data: ")]
+    assert lines[-1] == "data: [DONE]"
+    events = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+    tokens: dict[int, list[int]] = {0: [], 1: [], 2: []}
+    for event in events:
+        for choice in event["choices"]:
+            tokens[choice["index"]] += choice["token_ids"]
+    assert [tokens[index] for index in range(3)] == [each["token_ids"] for each in whole["choices"]]
+    assert events[-1]["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
+    assert events[-1]["weight_versions"] == whole["weight_versions"]
+
+
+def test_a_group_has_64_choices_and_prompts_are_scored_without_tokens(url: str) -> None:
+    answer = generate(url, {"n": 64, "max_tokens": 2, "temperature": 1.0})
+    assert [each["index"] for each in answer["choices"]] == list(range(64))
+    scored = generate(url, {"max_tokens": 0, "prompt_token_logprobs": True})
+    (plain,) = complete(url, prompt=PROMPTS[0], max_tokens=0, prompt_token_logprobs=True)
+    assert scored["prompt_token_logprobs"] == plain["prompt_token_logprobs"]
+    assert scored["choices"][0]["token_ids"] == []
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"token_ids": []}, "token_ids"),
+        ({"token_ids": [10**6]}, "token_ids"),
+        ({"sampling_params": {"temperature": -1}}, "sampling_params.temperature"),
+        ({"sampling_params": {"regex": "("}}, "sampling_params.regex"),
+        ({"features": {"mm_hashes": {}}}, "features"),
+        ({"sampling_params": None}, "sampling_params"),
+    ],
+)
+def test_bad_bodies_of_token_ids_are_named(url: str, body: dict[str, Any], param: str) -> None:
+    found = post(url, GENERATE, {"token_ids": [40], "sampling_params": {}} | body)
+    assert (found.status, found.error["param"]) == (400, param)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", GENERATE])
+def test_a_pause_ends_answers_with_the_reason_abort(url: str, path: str) -> None:
+    """An answer may be ended before its first token, which is no error."""
+    sampling = {"max_tokens": 400, "ignore_eos": True}
+    bodies = {
+        "/v1/completions": {"prompt": PROMPTS[0], **sampling},
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}], **sampling},
+        GENERATE: {"token_ids": PROMPTS[0], "sampling_params": sampling},
+    }
+    with opened(url, "POST", path, {**bodies[path], "stream": True}) as stream:
+        stream.readline()
+        assert post(url, "/pause?mode=abort", {}).status == 200
+        rest = stream.read().decode()
+    post(url, "/resume", {})
+    assert '"finish_reason":"abort"' in rest
+    assert '"stop_reason":"pause"' in rest

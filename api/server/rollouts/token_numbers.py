@@ -7,12 +7,14 @@ from collections.abc import Sequence
 from typing_extensions import override
 
 from ....core.interface.output import TokenLogprob
-from ...dialects.openai.answers import ChatLogprobs, TextLogprobs
+from ...dialects.openai.answers import ChatLogprobs, TextLogprobs, TokenInfo
 from ...dialects.openai.bodies import ChatRequest
 from ...dialects.openai.chat_writing import ChatWriter
 from ...dialects.openai.text_writing import LegacyLogprobs
-from ...dialects.openai.writing import Head, finite
+from ...dialects.openai.writing import Head, finite, token_infos
 from ...serving.serving_context import Service
+from ...text.tokenizer import Tokenizer
+from .pauses import PausedWriter
 
 
 class NumberedChatRequest(ChatRequest, kw_only=True):
@@ -24,6 +26,16 @@ class NumberedChatRequest(ChatRequest, kw_only=True):
 def token_number(token_id: int) -> str:
     """Return the name of a token that has its id, in vLLM's form."""
     return f"token_id:{token_id}"
+
+
+def numbered_infos(tokenizer: Tokenizer, entries: Sequence[TokenLogprob]) -> list[TokenInfo]:
+    """Return one entry per token, which is named by its id."""
+    infos = token_infos(tokenizer, entries)
+    for info, entry in zip(infos, entries, strict=True):
+        info.token = token_number(entry.token_id)
+        for shown, (token_id, _) in zip(info.top_logprobs, entry.top, strict=True):
+            shown.token = token_number(token_id)
+    return infos
 
 
 class NumberedLogprobs(LegacyLogprobs):
@@ -43,7 +55,7 @@ class NumberedLogprobs(LegacyLogprobs):
         return {token_number(token_id): finite(value) for token_id, value in pairs}
 
 
-class NumberedChatWriter(ChatWriter):
+class NumberedChatWriter(PausedWriter, ChatWriter):
     """Encodes the answer to a chat request, with ids in place of the tokens' texts if requested."""
 
     def __init__(self, service: Service, head: Head, body: ChatRequest) -> None:
@@ -53,10 +65,6 @@ class NumberedChatWriter(ChatWriter):
 
     @override
     def _logprobs(self, logprobs: list[TokenLogprob] | None) -> ChatLogprobs | None:
-        found = super()._logprobs(logprobs)
-        if found is not None and logprobs is not None and self._by_number:
-            for info, entry in zip(found.content, logprobs, strict=True):
-                info.token = token_number(entry.token_id)
-                for shown, (token_id, _) in zip(info.top_logprobs, entry.top, strict=True):
-                    shown.token = token_number(token_id)
-        return found
+        if logprobs is None or not self._by_number:
+            return super()._logprobs(logprobs)
+        return ChatLogprobs(content=numbered_infos(self._service.llm.tokenizer, logprobs))

@@ -22,6 +22,7 @@ from ...serving.sampling import NumTop
 from ...serving.serving_context import Service
 from ...types.results import Choice, Completion
 from ...types.sampling_params import SamplingParams
+from .pauses import PausedWriter
 from .token_numbers import NumberedLogprobs
 
 
@@ -64,7 +65,7 @@ class TrainerChoiceBody(TextChoiceBody, kw_only=True):
     prompt_token_logprobs: list[float | None] | UnsetType = UNSET
 
 
-class TrainerTextWriter(CompletionWriter):
+class TrainerTextWriter(PausedWriter, CompletionWriter):
     """Encodes the answers to all prompts of a trainer's body."""
 
     def __init__(
@@ -89,7 +90,7 @@ class TrainerTextWriter(CompletionWriter):
         entries = completion.prompt_logprobs or []
         more: dict[str, Any] = {}
         if self._has_top:
-            more["prompt_logprobs"] = [None if each is None else _ranked(each) for each in entries]
+            more["prompt_logprobs"] = [None if each is None else ranked(each) for each in entries]
         if self._has_numbers:
             more["prompt_token_logprobs"] = [
                 None if each is None else finite(each.logprob) for each in entries
@@ -131,7 +132,8 @@ class TrainerTextRoute(CompletionsRoute):
         return replace(params, logprobs=body.logprobs, prompt_logprobs=num_top), prompts, None
 
 
-def _ranked(entry: TokenLogprob) -> dict[str, PromptLogprob]:
+def ranked(entry: TokenLogprob) -> dict[str, PromptLogprob]:
+    """Return a prompt token and its alternatives, by token id."""
     found = {
         str(token_id): PromptLogprob(logprob=finite(value), rank=rank)
         for rank, (token_id, value) in enumerate(entry.top, 1)
