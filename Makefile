@@ -45,7 +45,7 @@ serve: $(VENV)/.serve
 test: $(VENV)/.test kernels
 	$(BIN)/python -m pytest $(SHARED_OUT) -m "not slow" $(ARGS)
 
-test-rest: $(VENV)/.test-rest $(CLIENTS)/.done $(JS)/node_modules/.done $(AGENTS)/node_modules/.done kernels
+test-rest: $(VENV)/.test-rest $(CLIENTS)/.done $(CLIENTS)/.trl $(JS)/node_modules/.done $(AGENTS)/node_modules/.done kernels
 	$(BIN)/python -m pytest $(SHARED_OUT) -m slow $(ARGS)
 
 test-all: test test-rest
@@ -55,7 +55,7 @@ kernels: $(VENV)/.test
 	$(BIN)/python -c "from foretoken.core.ops.native import native_library; native_library()"
 
 # Run the tests of a server against a front with one replica.
-test-front: $(VENV)/.test-rest $(CLIENTS)/.done $(JS)/node_modules/.done $(AGENTS)/node_modules/.done
+test-front: $(VENV)/.test-rest $(CLIENTS)/.done $(CLIENTS)/.trl $(JS)/node_modules/.done $(AGENTS)/node_modules/.done
 	TEST_FRONT=1 $(BIN)/python -m pytest $(SHARED_OUT) tests/server tests/clients $(ARGS)
 
 # Run the tests that depend on the CPU's instruction set without instructions newer than AVX2. Triton's interpreter
@@ -185,6 +185,14 @@ $(CLIENTS)/.done: tests/clients/requirements.txt tests/clients/requirements-open
 	$(PYTHON) -m venv $(CLIENTS)/openai2
 	$(CLIENTS)/openai3/bin/pip install --disable-pip-version-check -q --no-deps --no-compile -r tests/clients/requirements.txt
 	$(CLIENTS)/openai2/bin/pip install --disable-pip-version-check -q --no-deps --no-compile -r tests/clients/requirements-openai2.txt
+	touch $@
+
+# TRL uses the torch and transformers of .venv, which would else be installed twice.
+$(CLIENTS)/.trl: tests/clients/requirements-trl.txt | $(VENV)/.test-rest
+	$(PYTHON) -m venv $(CLIENTS)/trl
+	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > \
+		$$($(CLIENTS)/trl/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/base.pth
+	$(CLIENTS)/trl/bin/pip install --disable-pip-version-check -q --no-deps --no-compile -r tests/clients/requirements-trl.txt
 	touch $@
 
 # Without npm, the tests of the JavaScript clients are skipped.

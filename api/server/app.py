@@ -31,6 +31,7 @@ from .guards.under_path import UnderPath
 from .observation.observability import Observing
 from .observation.request_log import CLIENT_CLOSED
 from .rollouts.routes import RolloutRoutes
+from .rollouts.transfer_routes import TransferRoutes
 from .rollouts.versioned_answers import versioned_dialects
 from .rollouts.weight_checker import WeightChecker
 from .routes.adapters import AdapterRoutes
@@ -46,7 +47,7 @@ from .sockets.connection import ResponsesSocket
 
 ENDPOINTS: Sequence[type[Endpoints]] = (
     ModelRoutes, TokenRoutes, OperatorRoutes, CacheRoutes, SessionRoutes, AdapterRoutes, Dashboard,
-    Pages, OpenApi, ReceiptRoutes, RolloutRoutes, WeightChecker,
+    Pages, OpenApi, ReceiptRoutes, RolloutRoutes, WeightChecker, TransferRoutes,
 )  # fmt: skip
 """Routes that belong to no API."""
 

@@ -58,7 +58,7 @@ def run(python: str | Path, name: str, server: Server) -> str:
 def test_every_example_has_a_test_here() -> None:
     ours = {"agent_loop", "best_of_n", "early_calls", "shared_system_prompt"}
     evals = {"inspect_seeds", "lm_eval_seeds"}  # in tests/clients/test_evals.py
-    trained = {"grpo"}  # in tests/project/test_grpo.py
+    trained = {"grpo", "trl_grpo"}  # in tests/project/test_grpo.py and tests/clients/test_trl.py
     assert {path.stem for path in EXAMPLES.glob("*.py")} == {*PACKAGES, *ours, *evals, *trained}
 
 

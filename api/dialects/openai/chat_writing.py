@@ -30,7 +30,7 @@ from .bodies import (
 )
 from .ready_calls import ReadyCalls
 from .token_pieces import TokenPieces
-from .writing import Head, Writer, reason_body, token_infos
+from .writing import Head, Writer, token_infos
 
 OPENING = DeltaBody(role="assistant", content="")
 
@@ -91,7 +91,7 @@ class ChatWriter(Writer[ChatAnswer, ChatChoiceBody, ChunkChoiceBody]):
 
     def choice(self, choice: Choice) -> ChatChoiceBody:
         """Return a choice as the body encodes it."""
-        self.refuse_aborted(choice.finish_reason, len(choice.token_ids))
+        self.refuse_aborted(choice)
         message = MessageBody(content=choice.text)
         if choice.reasoning:
             message.reasoning_content = choice.reasoning
@@ -104,7 +104,7 @@ class ChatWriter(Writer[ChatAnswer, ChatChoiceBody, ChunkChoiceBody]):
             index=choice.index,
             message=message,
             logprobs=self._logprobs(choice.logprobs),
-            finish_reason=reason_body(choice.finish_reason),
+            finish_reason=self.reason(choice),
             stop_reason=choice.stop_reason,
             token_ids=choice.token_ids if self._returns_ids else UNSET,
         )
@@ -159,7 +159,7 @@ class ChatWriter(Writer[ChatAnswer, ChatChoiceBody, ChunkChoiceBody]):
         if self._ready is not None:
             chunks += self._ready.read(delta)
         if delta.finish_reason is not None:
-            reason = reason_body(delta.finish_reason)
+            reason = self.reason(delta)
             last = ChunkChoiceBody(index=delta.index, delta=DeltaBody(), finish_reason=reason)
             if delta.stop_reason is not None:
                 last.stop_reason = delta.stop_reason

@@ -45,12 +45,13 @@ class ChatRoute(Dialect[ChatRequest]):
     event: ClassVar[Any] = ChunkBody
     in_batches = True
     reply_kind: ClassVar[type[ChatReply]] = ChatReply
+    writer_kind: ClassVar[type[ChatWriter]] = ChatWriter
 
     async def open(self, body: ChatRequest) -> Reply:
         """Render the conversation, locate its breakpoints and submit it."""
         chat = await self.read(body)
         head = Head(prefix="chatcmpl", model=self.service.model)
-        writer = ChatWriter(self.service, head, body)
+        writer = self.writer_kind(self.service, head, body)
         options = body.prompt_cache_options
         pinned = await with_breakpoints(self.service, body.messages, options, chat)
         chat, writer.breakpoints = pinned.chat, pinned.breakpoints
@@ -118,12 +119,13 @@ class CompletionsRoute(Dialect[CompletionRequest]):
     event: ClassVar[Any] = TextBody
     in_batches = True
     reply_kind: ClassVar[type[TextReply]] = TextReply
+    writer_kind: ClassVar[type[CompletionWriter]] = CompletionWriter
 
     async def open(self, body: CompletionRequest) -> Reply:
         """Tokenize and submit all prompts."""
         params, prompts, echoed = await self.read(body)
         head = Head(prefix="cmpl", model=self.service.model)
-        writer = CompletionWriter(self.service, head, body, echoed)
+        writer = self.writer_kind(self.service, head, body, echoed)
         writer.prompt_ids = prompt_ids(head, len(prompts))
         if is_prewarm(body):
             done = await (await self._open(head, prompts, params, body)).collect()

@@ -14,7 +14,7 @@ from ...text.tokenizer import Tokenizer
 from ...types.results import Choice, Completion, TextDelta, batch_usage
 from .answers import TextBody, TextChoiceBody, TextLogprobs
 from .bodies import CompletionRequest
-from .writing import Head, Writer, finite, reason_body, token_name
+from .writing import Head, Writer, finite, token_name
 
 
 def echo_ids(tokenizer: Tokenizer, token_ids: Sequence[int], added_ids: Sequence[int]) -> str:
@@ -140,13 +140,13 @@ class CompletionWriter(Writer[Answers, TextChoiceBody, TextChoiceBody]):
         return [self.chunk(TextChoiceBody(index=index, text="", finish_reason="length"))]
 
     def _choice(self, prompt_index: int, completion: Completion, choice: Choice) -> TextChoiceBody:
-        self.refuse_aborted(choice.finish_reason, len(choice.token_ids))
+        self.refuse_aborted(choice)
         echoed = self._lead(prompt_index)
         return TextChoiceBody(
             index=prompt_index * self._n + choice.index,
             text=(echoed or "") + choice.text,
             logprobs=self._whole_logprobs(completion, choice, echoed),
-            finish_reason=reason_body(choice.finish_reason),
+            finish_reason=self.reason(choice),
             stop_reason=choice.stop_reason,
             token_ids=choice.token_ids if self.returns_ids else UNSET,
             prompt_token_ids=completion.prompt_token_ids if self.returns_ids else UNSET,
@@ -208,7 +208,7 @@ class _ChoiceWriter:
                 index=delta.index,
                 text=text,
                 logprobs=logprobs,
-                finish_reason=None if reason is None else reason_body(reason),
+                finish_reason=None if reason is None else self._writer.reason(delta),
             )
             if delta.stop_reason is not None:
                 choice.stop_reason = delta.stop_reason

@@ -23,7 +23,7 @@ from ...serving.serving_context import Service
 from ...serving.sse import DONE, ReadyReply, Reply, event
 from ...text.tokenizer import Tokenizer
 from ...types.request_context import random_id
-from ...types.results import TextDelta, batch_usage
+from ...types.results import Choice, TextDelta, batch_usage
 from .answers import (
     CompletionDetails,
     MetricsBody,
@@ -211,9 +211,13 @@ class Writer(AnswerWriter[A], Generic[A, C, D]):
         # Pins of the prompt, if the body has options of the prompt cache.
         self.breakpoints: Breakpoints | None = None
 
-    def refuse_aborted(self, reason: str, num_tokens: int) -> None:
+    def refuse_aborted(self, choice: Choice) -> None:
         """Raise `ApiError` if the answer was aborted by a shutdown or before its first token."""
-        refuse_aborted(self._service, reason, num_tokens)
+        refuse_aborted(self._service, choice.finish_reason, len(choice.token_ids))
+
+    def reason(self, ended: Choice | TextDelta) -> str:
+        """Return the ``finish_reason`` of an ended choice."""
+        return reason_body(ended.finish_reason or "")
 
     def nothing(self, index: int) -> C:
         """Return the empty choice of a prompt that was only cached."""

@@ -10,43 +10,22 @@ import msgspec
 from msgspec import Struct
 from typing_extensions import override
 
-from ....core.engine.rollouts.versions import VersionedUsage
 from ...dialects.openai.answers import ChatBody, TextBody
-from ...dialects.openai.chat_writing import ChatReply
-from ...dialects.openai.routes import ChatRoute, CompletionsRoute
+from ...dialects.openai.chat_writing import ChatReply, ChatWriter
+from ...dialects.openai.routes import ChatRoute
 from ...dialects.openai.text_writing import TextReply
 from ...dialects.openai.writing import Head
 from ...runtime.generation import EndedChoice
 from ...serving.dialect import Dialect
+from ...serving.errors import ApiError
 from ...serving.serving_context import Service
 from ...serving.sse import DONE, event
-
-
-class TokenSpan(Struct, kw_only=True):
-    """Tokens of a choice, from number ``start`` to the next span, and the version of the weights.
-
-    Tokens of a later span may attend to KV of earlier versions.
-    """
-
-    start: int
-    version: str
-
-
-class ChoiceVersions(Struct, kw_only=True):
-    """Versions of the weights that computed a choice, in order.
-
-    A span without tokens means that its version computed a part of the prompt.
-    """
-
-    index: int
-    spans: list[TokenSpan]
-
-
-class AnswerVersions(Struct, kw_only=True):
-    """Versions of an answer. ``weight_version``: the newest that computed a token of it."""
-
-    weight_version: str
-    weight_versions: list[ChoiceVersions]
+from ...types.results import TextDelta
+from .generate import Generate
+from .pauses import is_pause
+from .token_numbers import NumberedChatRequest, NumberedChatWriter
+from .trainer_completions import TrainerTextRoute
+from .versions_body import ChoiceVersions, versions_of
 
 
 class VersionedChatBody(ChatBody, kw_only=True):
@@ -61,21 +40,6 @@ class VersionedTextBody(TextBody, kw_only=True):
 
     weight_version: str
     weight_versions: list[ChoiceVersions]
-
-
-def versions_of(choices: Iterable[EndedChoice]) -> AnswerVersions:
-    """Return the versions of an answer that was read to its end."""
-    found, newest, version = list[ChoiceVersions](), -1, ""
-    for choice in choices:
-        usage = choice.request.usage
-        assert isinstance(usage, VersionedUsage), "the engine of this server makes them"
-        spans = [
-            TokenSpan(start=each.start, version=each.version) for each in usage.weight_versions
-        ]
-        found.append(ChoiceVersions(index=choice.number, spans=spans))
-        if usage.num_updates > newest:
-            newest, version = usage.num_updates, spans[-1].version
-    return AnswerVersions(weight_version=version, weight_versions=found)
 
 
 def _with_versions(body: object, kind: type[Struct], choices: Iterable[EndedChoice]) -> object:
@@ -109,6 +73,10 @@ class VersionedChatReply(ChatReply):
                     head, kind = self._writer.head, self._writer.chunk_kind
                     yield _versions_event(head, kind, self._answer.ended_choices()) + DONE
 
+    @override
+    def _refusal(self, delta: TextDelta) -> ApiError | None:
+        return None if is_pause(delta) else super()._refusal(delta)
+
 
 class VersionedTextReply(TextReply):
     """The answers to all prompts of one body, with versions, which a stream has before its end."""
@@ -127,15 +95,21 @@ class VersionedTextReply(TextReply):
                     head, kind = self._writer.head, self._writer.chunk_kind
                     yield _versions_event(head, kind, self._answer.ended_choices()) + DONE
 
+    @override
+    def _refusal(self, delta: TextDelta) -> ApiError | None:
+        return None if is_pause(delta) else super()._refusal(delta)
+
 
 class VersionedChat(ChatRoute):
     """Answer one conversation, whole or as a stream."""
 
+    body = NumberedChatRequest
     answer: ClassVar[Any] = VersionedChatBody
+    writer_kind: ClassVar[type[ChatWriter]] = NumberedChatWriter
     reply_kind: ClassVar[type[ChatReply]] = VersionedChatReply
 
 
-class VersionedCompletions(CompletionsRoute):
+class VersionedCompletions(TrainerTextRoute):
     """Answer one prompt or a list of them, whole or as a stream."""
 
     answer: ClassVar[Any] = VersionedTextBody
@@ -144,4 +118,4 @@ class VersionedCompletions(CompletionsRoute):
 
 def versioned_dialects(service: Service) -> dict[str, Dialect[Any]]:
     """Return the generating routes whose answers report versions, by path."""
-    return {kind.path: kind(service) for kind in (VersionedChat, VersionedCompletions)}
+    return {kind.path: kind(service) for kind in (VersionedChat, VersionedCompletions, Generate)}

@@ -44,6 +44,7 @@ QUERY: Mapping[str, Schema] = {
     "after": TEXT_FIELD,
     "alt": {"enum": ["sse"]},
     "cache_salt": TEXT_FIELD,
+    "config_format": {"enum": ["json", "text"]},
     "limit": {"type": "integer", "minimum": 1, "maximum": MAX_PAGE},
     "mode": {"enum": ["abort", "wait", "keep"]},
     "order": {"enum": ["asc", "desc"]},

@@ -19,6 +19,7 @@ from ...serving.serving_context import Service
 from ..guards.auth import needs_admin_key
 from . import protocol
 from .models import default_sampling
+from .vllm_config import vllm_config
 
 PATHS = (
     "dump_dir",
@@ -85,9 +86,12 @@ class OperatorRoutes(Endpoints):
         """Return the version of foretoken."""
         return JsonResponse(protocol.Version(version=__version__))
 
-    @get("/server_info", protocol.ServerInfo)
-    async def server_info(self, _request: Request) -> Response:
-        """Return the model, its default sampling parameters, and the effective settings."""
+    @get("/server_info", protocol.ServerInfo, query=("config_format",))
+    async def server_info(self, request: Request) -> Response:
+        """Return the model, its default sampling parameters, and the effective settings.
+
+        With ``config_format`` json, the answer also has ``vllm_config``, as vLLM's answer has.
+        """
         built = self.service.llm.built
         info = protocol.ServerInfo(
             **_model_facts(self.service),
@@ -96,6 +100,8 @@ class OperatorRoutes(Endpoints):
             settings=_without_paths(built.settings),
             limits=asdict(self.service.settings.limits),
         )
+        if request.query_params.get("config_format") == "json":
+            info.vllm_config = vllm_config(self.service)
         return JsonResponse(info)
 
     @get("/model_info", protocol.ModelInfo)

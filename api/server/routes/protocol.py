@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from msgspec import Struct
+from msgspec import UNSET, Struct, UnsetType
 
 from ....core.errors import InvalidRequest
 from ...serving.answers import Free
@@ -232,13 +232,14 @@ class ServerInfo(ModelFacts, kw_only=True):
     """Answer of /server_info: the model, its sampling defaults, and the effective settings.
 
     ``settings``: the engine's options except paths, with the values chosen for automatic options.
-    ``limits``: limits on connections and requests.
+    ``limits``: limits on connections and requests. ``vllm_config``: settings by vLLM's names.
     """
 
     default_sampling_params: SamplingValues
     default_sampling_origin: str  # source of the model's values; "" if it has none
     settings: Free
     limits: Free
+    vllm_config: Free | UnsetType = UNSET  # only with ``config_format=json``
 
 
 class Version(Struct, kw_only=True):

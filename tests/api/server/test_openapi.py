@@ -18,6 +18,7 @@ from foretoken.api.dialects.openai.bodies import ChatRequest
 from foretoken.api.dialects.responses import answers as responses
 from foretoken.api.server import app
 from foretoken.api.server.rollouts.routes import RolloutRoutes
+from foretoken.api.server.rollouts.transfer_routes import TransferRoutes
 from foretoken.api.server.routes import protocol
 from foretoken.api.server.routes.openapi import JSON, describe, template
 from foretoken.api.serving.errors import ErrorBody
@@ -61,7 +62,8 @@ def test_every_route_is_described_and_nothing_else(routes, document):
     }
     declared = {(each.method, template(each.path)) for each in app.operations()}
     # A server with receipts has no weight updates.
-    updates = {(each.method, each.path) for each in RolloutRoutes.operations()}
+    kinds = (RolloutRoutes, TransferRoutes)
+    updates = {(each.method, each.path) for kind in kinds for each in kind.operations()}
     assert described == served == declared - updates
 
 
