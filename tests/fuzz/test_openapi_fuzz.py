@@ -26,6 +26,7 @@ from foretoken.api.dialects.openai.bodies import ChatRequest
 from foretoken.api.server.app import operations
 from foretoken.api.server.rollouts.routes import RolloutRoutes
 from foretoken.api.server.rollouts.transfer_routes import TransferRoutes
+from foretoken.api.server.rollouts.weight_checker import WeightChecker
 from foretoken.api.server.routes.openapi import template
 from foretoken.api.serving.settings import Settings
 from foretoken.api.types.fields import marks_of
@@ -61,7 +62,9 @@ ADMIN_ALONE = (  # the application of these tests has no admin key
 )
 # The application of these tests does not allow weight updates.
 UPDATES = frozenset(
-    each.path for kind in (RolloutRoutes, TransferRoutes) for each in kind.operations()
+    each.path
+    for kind in (RolloutRoutes, TransferRoutes, WeightChecker)
+    for each in kind.operations()
 )
 OPERATIONS = {
     (each.method, template(each.path)): each for each in operations() if each.path not in UPDATES

@@ -142,6 +142,33 @@ def test_a_refused_folder_names_the_tensors(url: str, tmp_path: Path) -> None:
     assert "lack tensors: model.norm.weight" in refused.error["message"]
 
 
+@pytest.mark.parametrize(
+    ("info", "param"),
+    [
+        ({"path": "p", "size": 1}, "update_info.size"),
+        ({"shared_memory": "b", "size": 1, "sha256": {"b": "0" * 64}}, "update_info.sha256"),
+        ({"data": "", "size": 4}, "update_info.size"),
+        ({"path": "p", "offset": 3}, "update_info.offset"),
+    ],
+)
+def test_a_field_of_another_source_is_refused(url: str, info: dict[str, Any], param: str) -> None:
+    assert post(url, "/start_weight_update", {}).status == 200
+    refused = post(url, "/update_weights", {"update_info": info})
+    assert (refused.status, refused.error["param"]) == (400, param)
+
+
+def test_a_digest_that_nothing_is_compared_with_and_an_unreadable_folder_are_refused(
+    url: str, new: Path
+) -> None:
+    former = version(url)
+    refused = change(url, {"path": str(new)}, sha256=digest(new / FILE))
+    assert (refused.status, refused.error["param"]) == (400, "sha256")
+    refused = change(url, {"path": "/" + 300 * "a"})
+    assert refused.status == 400
+    assert "cannot be read" in refused.error["message"]
+    assert version(url) == former
+
+
 def test_a_stream_that_a_pause_keeps_goes_on_with_the_new_weights(url: str, new: Path) -> None:
     old = version(url)
     body = {"messages": [{"role": "user", "content": "a loop"}], "max_tokens": 300, "stream": True}

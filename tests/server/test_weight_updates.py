@@ -16,6 +16,7 @@ from torch import Tensor
 from foretoken import AsyncLLM, InvalidRequest, SamplingParams
 from foretoken.api.build.model_files import BUILTIN
 from foretoken.api.build.updates.refusal import UpdateConflict, WeightsRefused
+from foretoken.api.build.updates.weight_exchange import WeightExchange
 from support.new_weights import FILE, Change, digest, retrained
 
 TARGET = BUILTIN / "target"
@@ -258,3 +259,21 @@ def test_updates_need_the_option_and_a_model_that_supports_them(
     assert "own decoder" in loop.run(refused(model_impl="transformers"))
     assert "torch backend" in loop.run(refused(backend="torch"))
     assert "KV tiers" in loop.run(refused(kv_host="16MiB"))
+
+
+def test_a_self_draft_that_cannot_follow_stops_no_later_update(
+    loop: asyncio.Runner, new: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    def fail(_exchange: WeightExchange) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(WeightExchange, "prepare_draft", fail)
+
+    async def update_twice() -> list[str]:
+        async with AsyncLLM(TARGET, **OPTIONS) as llm:
+            first = await llm.update_weights(new)
+            await llm.weight_checksums()
+            return [first, await llm.update_weights(TARGET)]
+
+    assert loop.run(update_twice()) == ["1", "2"]
+    assert "the self-draft keeps the weights of an earlier version" in caplog.text

@@ -28,9 +28,9 @@ ENTRY_BYTES = 2**10  # largest entry of a tensor in a header
 class ServedTensors:
     """The served model's folder, with name, dtype and shape of each tensor as it was loaded.
 
-    The configs are kept as well: a trainer may later write to the same folder. ``max_bytes``: size
-    that one file of new weights cannot exceed. Raises `ModelLoadError` for a folder that is not in
-    Hugging Face layout, and OSError.
+    The configs are kept as well: a trainer may later put other files into the same folder.
+    ``max_bytes``: size that one file of new weights cannot exceed. Raises `ModelLoadError` for a
+    folder that is not in Hugging Face layout, and OSError.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -48,8 +48,11 @@ class ServedTensors:
 
         Raises `WeightsRefused`.
         """
-        files = new.checked_files()
-        with HeldFolder() as held:
+        try:
+            files, folder = new.checked_files(), HeldFolder()
+        except OSError as error:
+            raise WeightsRefused(f"the new weights cannot be read: {error.strerror}") from None
+        with folder as held:
             staged = held.path
             for config, content in self._configs.items():
                 (staged / config).write_bytes(content)

@@ -154,6 +154,8 @@ class Rollouts:
                     await self._engine.between_steps(copy)
         except EngineDead:
             logger.debug("the engine ended before the self-draft followed the weights")
+        except Exception:  # else each later update would raise it
+            logger.exception("the self-draft keeps the weights of an earlier version")
 
     async def _checksums(self) -> WeightChecksums:
         await self.settle()

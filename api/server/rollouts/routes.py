@@ -51,6 +51,9 @@ class StartUpdate(Struct, kw_only=True):
     drop_open: bool = False
 
 
+BELONGS = {"path": "sha256", "shared_memory": "size", "data": "offset"}  # fields of the sources
+
+
 class UpdateInfo(Struct, kw_only=True, forbid_unknown_fields=True):
     """Tensors of an update: a folder on the server, shared memory, or a part of one file.
 
@@ -69,10 +72,14 @@ class UpdateInfo(Struct, kw_only=True, forbid_unknown_fields=True):
 
     def source(self) -> NewWeights | None:
         """Return weights that exist already; None for a part. Raises `InvalidRequest`."""
-        given = [self.path, self.shared_memory, self.data]
-        if sum(each is not None for each in given) != 1:
+        given = [name for name in BELONGS if getattr(self, name) is not None]
+        if len(given) != 1:
             message = "update_info needs either path, shared_memory or data"
             raise InvalidRequest(message, param="update_info")
+        for kind, name in BELONGS.items():
+            if kind != given[0] and getattr(self, name):
+                message = f"{name} belongs to {kind}, not to {given[0]}"
+                raise InvalidRequest(message, param=f"update_info.{name}")
         if self.path is not None:
             return WeightFolder(Path(self.path), self.sha256)
         if self.shared_memory is None:

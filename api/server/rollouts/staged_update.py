@@ -34,6 +34,7 @@ class StagedUpdate:
         self._num_bytes = 0  # bytes of the parts so far
         self._source: NewWeights | None = None  # weights that are not in parts
         self._turn = asyncio.Lock()  # parts are written in the order of their arrival
+        self._finishing: asyncio.Task[str] | None = None  # the last call of `finish`
         self._idle: asyncio.TimerHandle | None = None  # drops the open update
 
     @property
@@ -100,6 +101,11 @@ class StagedUpdate:
         ``sha256``: digest of all parts or of the shared memory, required for parts. Raises
         `UpdateConflict` without an open update, and `WeightsRefused`; then nothing has changed.
         """
+        # A caller that goes away must not remove the parts while they are read.
+        self._finishing = asyncio.create_task(self._finish(sha256, version))
+        return await asyncio.shield(self._finishing)
+
+    async def _finish(self, sha256: str | None, version: str | None) -> str:
         async with self._turn:
             staged = self._open_folder()
             self._stop_waiting()
@@ -113,6 +119,9 @@ class StagedUpdate:
         if isinstance(self._source, SharedWeights):
             return self._source._replace(sha256=sha256)
         if self._source is not None:
+            if sha256 is not None:
+                message = "digests of a folder's files belong to update_info; the update has ended"
+                raise WeightsRefused(message, param="sha256")
             return self._source
         if not self._num_bytes:
             raise WeightsRefused("the update has no tensors; it has ended")

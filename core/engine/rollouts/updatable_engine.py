@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, get_args
 from typing_extensions import override
 
 from ....radix_cache.versioned import VersionedPrefixCache
-from ...errors import EngineDead, InvalidRequest
+from ...errors import EngineDead, ForetokenError, InvalidRequest
 from ...interface.protocols import StepRunner
 from ...interface.request import FinishReason, Request
 from ...scheduling.scheduler import Scheduler
@@ -75,24 +75,25 @@ class UpdatableEngine(Engine):
 
     @property
     def is_paused(self) -> bool:
-        """Whether `pause` was called, and not `resume` since."""
-        return self._mode is not None
+        """Whether no steps run until `resume`."""
+        return self._mode is not None and self._is_at_rest
 
     async def pause(self, mode: PauseMode = "abort") -> None:
         """Run no step until `resume`; return when no step runs and none will.
 
-        Running requests end with the finish reason "abort" (abort), all accepted requests run to
-        their end first (wait), or running requests stop where they are and go on after `resume`
-        (keep). Later requests wait in the queue. Raises `InvalidRequest` for another mode, and
-        `EngineDead`.
+        All accepted requests end with the finish reason "abort" (abort), all of them run to their
+        end first (wait), or they stop where they are and go on after `resume` (keep). Later
+        requests wait in the queue. Raises `InvalidRequest` for another mode and if `resume` or a
+        pause of another mode comes first, and `EngineDead`.
         """
         if mode not in PAUSE_MODES:
             raise InvalidRequest(f"mode must be one of {', '.join(PAUSE_MODES)}", param="mode")
         self._require_alive()
-        if mode == "wait":
-            self._inbox.hold()
-        else:
+        if mode != self._mode:
+            self._end_pausing(InvalidRequest("a pause of another mode replaced this pause"))
             self._inbox.let_go()
+        if mode != "keep":
+            self._inbox.hold()
         self._mode, self._is_at_rest = mode, False
         reached: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._pausing.append(reached)
@@ -103,7 +104,7 @@ class UpdatableEngine(Engine):
         """End a pause; without a pause nothing happens."""
         self._mode, self._is_at_rest = None, False
         self._inbox.let_go()
-        self._end_pausing(None)
+        self._end_pausing(InvalidRequest("/resume ended this pause before it took effect"))
         self._inbox.notify()
 
     async def swap_weights(self, copy: Callable[[], None], version: str | None = None) -> str:
@@ -148,7 +149,8 @@ class UpdatableEngine(Engine):
 
     @override
     async def close(self, *, drain_seconds: float = 0.0) -> None:
-        if self.is_paused:
+        if self._mode is not None:
+            self._end_pausing(EngineDead(CLOSED))
             self.resume()  # else no request would end within ``drain_seconds``
         await super().close(drain_seconds=drain_seconds)
 
@@ -172,9 +174,9 @@ class UpdatableEngine(Engine):
         """Do all that the loop does between two steps, but run no step."""
         if not self._is_at_rest:
             self._is_at_rest = True
-            self._inbox.let_go()
             if self._mode == "abort":
-                self._abort_running()
+                self._abort_accepted()
+            self._inbox.let_go()
             self._end_pausing(None)
         self._inbox.drain(self._clock())
         if self._auditor.open_requests:
@@ -182,9 +184,12 @@ class UpdatableEngine(Engine):
         self._deliver()
         await self._wait_for_work()
 
-    def _abort_running(self) -> None:
+    def _abort_accepted(self) -> None:
+        """End the requests that were accepted before the pause, preempted ones among them."""
         now = self._clock()
-        for request_id in list(self.scheduler.running):
+        self._inbox.drain(now)
+        waiting = [each.request_id for each in self.scheduler.waiting.requests]
+        for request_id in [*self.scheduler.running, *waiting]:
             events = self.scheduler.abort(request_id, now)
             for _, delta in events:
                 if delta.finish_reason is FinishReason.ABORT:
@@ -212,7 +217,7 @@ class UpdatableEngine(Engine):
             begin_span(request, self.weight_version, self._num_updates)
         logger.info("the weights have version %s", self.weight_version)
 
-    def _end_pausing(self, error: EngineDead | None) -> None:
+    def _end_pausing(self, error: ForetokenError | None) -> None:
         pausing, self._pausing = self._pausing, []
         for each in pausing:
             if not each.done():

@@ -19,6 +19,7 @@ from foretoken.api.dialects.responses import answers as responses
 from foretoken.api.server import app
 from foretoken.api.server.rollouts.routes import RolloutRoutes
 from foretoken.api.server.rollouts.transfer_routes import TransferRoutes
+from foretoken.api.server.rollouts.weight_checker import WeightChecker
 from foretoken.api.server.routes import protocol
 from foretoken.api.server.routes.openapi import JSON, describe, template
 from foretoken.api.serving.errors import ErrorBody
@@ -62,7 +63,7 @@ def test_every_route_is_described_and_nothing_else(routes, document):
     }
     declared = {(each.method, template(each.path)) for each in app.operations()}
     # A server with receipts has no weight updates.
-    kinds = (RolloutRoutes, TransferRoutes)
+    kinds = (RolloutRoutes, TransferRoutes, WeightChecker)
     updates = {(each.method, each.path) for kind in kinds for each in kind.operations()}
     assert described == served == declared - updates
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
+from dataclasses import replace
 
 import pytest
 
@@ -91,6 +92,51 @@ async def test_abort_ends_running_requests_and_later_ones_wait() -> None:
     engine.resume()
     assert (await collect(later))[0] == answer([3, 2, 1], 8)
     await engine.close()
+
+
+async def test_abort_ends_preempted_requests_and_queued_ones_too() -> None:
+    limits = replace(make_scheduler().limits, max_running=2)
+    # Both running requests need more pages than there are, so that one of them is preempted.
+    scheduler = Scheduler(VersionedPrefixCache(8, 4), limits, FixedDepth(0))
+    engine = UpdatableEngine(scheduler, FakeRunner(4))
+    await engine.start()
+    streams = [await begun(engine, name, max_tokens=18) for name in "ab"]
+    while not any(each.num_preemptions for each in scheduler.waiting.requests):
+        for stream in streams:
+            if not stream.ended:
+                await anext(stream)
+    streams.append(engine.submit(make_request("c", PROMPT)))
+    await engine.pause("abort")
+    for stream in streams:
+        _, last = await collect(stream)
+        assert (last.finish_reason, last.stop_reason) == ("abort", "pause")
+    scheduler.audit()
+    await engine.close()
+
+
+async def test_a_pause_that_did_not_take_effect_raises_an_error() -> None:
+    engine = make_engine()
+    await engine.start()
+    await begun(engine)
+    first = asyncio.create_task(engine.pause("wait"))
+    await asyncio.sleep(0)
+    assert not engine.is_paused, "the request still runs"
+    second = asyncio.create_task(engine.pause("keep"))
+    with pytest.raises(InvalidRequest, match="replaced"):
+        await first
+    await second
+    assert engine.is_paused
+    engine.resume()
+    third = asyncio.create_task(engine.pause("wait"))
+    await asyncio.sleep(0)
+    engine.resume()
+    with pytest.raises(InvalidRequest, match="/resume"):
+        await third
+    fourth = asyncio.create_task(engine.pause("wait"))
+    await asyncio.sleep(0)
+    await engine.close()
+    with pytest.raises(EngineDead):
+        await fourth
 
 
 async def test_wait_lets_earlier_requests_end_and_holds_later_ones() -> None:
