@@ -11,8 +11,8 @@ from .prefix_cache import PrefixCache
 class VersionedPrefixCache(PrefixCache):
     """Prefix cache whose pages are found only by requests of the same version of the weights.
 
-    Each version has namespaces of its own. A lease of an earlier version keeps its pages, and what
-    it publishes joins that version's tree, where no later request looks.
+    Each version has namespaces of its own. A lease of an earlier version keeps its pages until it
+    is released; then they are free, because no later request could find them.
     """
 
     _version = 0
@@ -61,6 +61,18 @@ class VersionedPrefixCache(PrefixCache):
         """Borrow the longest prefix cached by the present version. Raises RuntimeError."""
         own = self.name(namespace)
         return super().acquire(tokens, namespace=own, limit=limit, is_first=is_first)
+
+    def release(
+        self, lease: KVLease, tokens: array[int], num_computed: int, *, keep: bool = True
+    ) -> range:
+        """End a lease. Pages of an earlier version become free, except borrowed ones."""
+        version = f"\0v{self._version}:"
+        name = lease.namespace or ""
+        if not self._version or name.startswith(version):
+            return super().release(lease, tokens, num_computed, keep=keep)
+        super().release(lease, tokens, num_computed, keep=False)
+        super().flush(lease.namespace)
+        return range(0)
 
     def pin(
         self, tokens: array[int], num_tokens: int, *, ttl: float, namespace: str | None = None

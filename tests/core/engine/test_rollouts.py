@@ -219,6 +219,27 @@ async def test_old_pages_are_not_found_after_a_swap_even_if_they_are_in_use() ->
     await engine.close()
 
 
+@pytest.mark.parametrize("is_published", [False, True])
+def test_pages_of_a_former_version_are_free_once_their_lease_ends(is_published: bool) -> None:
+    cache, tokens = VersionedPrefixCache(8, 4), array("q", range(9))
+    old, other = (cache.acquire(tokens, namespace=name) for name in ("salt", "other"))
+    for lease in (old, other):
+        assert cache.extend(lease, 9)
+        if is_published:
+            cache.publish(lease, tokens, 9)
+    cache.begin_version()
+    assert cache.release(old, tokens, 9) == range(0)
+    assert cache.num_free_pages == 5
+    new = cache.acquire(tokens, namespace="salt")
+    assert new.num_cached_tokens == 0
+    assert cache.extend(new, 9)
+    cache.release(new, tokens, 9)
+    assert cache.match_len(tokens, namespace="salt") == 8
+    cache.release(other, tokens, 9)
+    assert cache.match_len(tokens, namespace="salt") == 8
+    assert cache.num_free_pages == 6
+
+
 async def test_spans_say_which_version_computed_each_token() -> None:
     engine = make_engine()
     await engine.start()
