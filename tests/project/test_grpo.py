@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import sys
 from collections.abc import Iterator
@@ -37,26 +38,27 @@ def tasks(grpo: ModuleType) -> list[Any]:
     return [grpo.Task(f"def function_{number}(items):\n    return ", grade) for number in range(4)]
 
 
-async def curve(grpo: ModuleType, out: Path, **options: Any) -> list[dict[str, Any]]:
+def curve(grpo: ModuleType, out: Path, **options: Any) -> list[dict[str, Any]]:
     """The steps of a run, without their times."""
     given = {"steps": 3, "num_prompts": 2, "num_answers": 4, "max_tokens": 8, "threads": 1}
     run = grpo.Options(**given, rank=4, **options)
-    steps = await grpo.train(BUILTIN / "target", out, run, tasks(grpo), tasks(grpo)[:1], str)
+    training = grpo.train(BUILTIN / "target", out, run, tasks(grpo), tasks(grpo)[:1], str)
+    steps = asyncio.run(training)
     return [{**asdict(step), "seconds": 0} for step in steps]
 
 
-async def test_a_seed_gives_one_curve_and_one_digest_with_drafts_and_without(
+def test_a_seed_gives_one_curve_and_one_digest_with_drafts_and_without(
     grpo: ModuleType, tmp_path: Path
 ) -> None:
-    drafted = await curve(grpo, tmp_path, draft="auto,self")
-    plain = await curve(grpo, tmp_path, draft="none")
+    drafted = curve(grpo, tmp_path, draft="auto,self")
+    plain = curve(grpo, tmp_path, draft="none")
     assert drafted == plain
     digests = [step["digest"] for step in plain]
     assert len({*digests, digest(BUILTIN / "target" / FILE)}) == 4, "each step changed the weights"
     assert digest(tmp_path / "policy" / FILE) == digests[-1]
     assert [(step["kl_v1"], step["kl_v2"]) for step in plain] == [(0.0, 0.0)] * 3
     assert all(step["torch_kl_v2"] > 0 for step in plain), "torch alone rounds differently"
-    other = await curve(grpo, tmp_path, draft="none", seed=1)
+    other = curve(grpo, tmp_path, draft="none", seed=1)
     assert other != plain
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +58,12 @@ async def test_an_answer_of_a_group_depends_on_its_number_and_not_on_the_groups_
     assert one == [three[0], three[3]]
 
 
-async def test_the_engine_learns_what_torch_differentiates(tmp_path: Path) -> None:
+def test_the_engine_learns_what_torch_differentiates(tmp_path: Path) -> None:
     """Updates that follow the gradient raise the engine's own probability of the good answer."""
+    asyncio.run(learns(tmp_path))
+
+
+async def learns(tmp_path: Path) -> None:
     torch.set_num_threads(1)
     policy = LoraPolicy(TARGET, rank=4)
     optimizer = torch.optim.SGD(policy.parameters(), lr=0.5)
