@@ -350,6 +350,6 @@ def test_the_last_of_two_fields_of_one_name_counts(http, engine):
 
 
 def test_limits_refuse_values_that_are_none():
-    with pytest.raises(InvalidRequest, match="max_n must be at most 16") as info:
-        Limits(max_n=17)
+    with pytest.raises(InvalidRequest, match="max_n must be at most 64") as info:
+        Limits(max_n=65)
     assert info.value.param == "max_n"
