@@ -75,7 +75,7 @@ def test_every_limit_stands_in_the_documentation_with_its_default():
 @pytest.mark.parametrize(
     "args",
     [
-        ["--max-n", "17"], ["--max-n", "0"], ["--max-stop-bytes", "65KiB"],
+        ["--max-n", "65"], ["--max-n", "0"], ["--max-stop-bytes", "65KiB"],
         ["--max-top-logprobs", "21"], ["--max-logit-bias", "1025"], ["--max-tools", "9999"],
         ["--header-seconds", "0"], ["--idle-seconds", "nan"], ["--max-json-depth", "1000"],
         ["--max-header-bytes", "1"], ["--admin-key", ""], ["--api-key", " k"],
