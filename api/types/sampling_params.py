@@ -28,7 +28,7 @@ from ...core.options.checks import (
 )
 from ...core.options.settings import setting
 
-MAX_N = 16
+MAX_N = 64
 MAX_STOP_BYTES = 2**16  # UTF-8 bytes of all stop strings together
 MAX_WORDS = 1024  # entries of bad_words
 MAX_WORD_CHARS = 256

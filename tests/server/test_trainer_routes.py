@@ -23,7 +23,9 @@ IDS = {"return_token_ids": True, "return_tokens_as_token_ids": True}
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    with running([*FLAGS, "--allow-weight-updates"], model=str(BUILTIN / "target")) as server:
+    with running(
+        [*FLAGS, "--max-n", "64", "--allow-weight-updates"], model=str(BUILTIN / "target")
+    ) as server:
         yield server.url
 
 
@@ -201,6 +203,8 @@ def test_a_group_has_64_choices_and_prompts_are_scored_without_tokens(url: str) 
         ({"token_ids": [10**6]}, "token_ids"),
         ({"sampling_params": {"temperature": -1}}, "sampling_params.temperature"),
         ({"sampling_params": {"regex": "("}}, "sampling_params.regex"),
+        ({"sampling_params": {"n": 65}}, "sampling_params.n"),
+        ({"sampling_params": {"stop": "x" * 20_000}}, "sampling_params.stop"),
         ({"features": {"mm_hashes": {}}}, "features"),
         ({"sampling_params": None}, "sampling_params"),
     ],

@@ -32,7 +32,7 @@ from .trainer_completions import PromptLogprob, TrainerTextRequest, TrainerTextR
 from .versions_body import ChoiceVersions, versions_of
 
 
-class GenerateSampling(OpenAISampling, kw_only=True):
+class TokensSampling(OpenAISampling, kw_only=True):
     """``sampling_params`` of /inference/v1/generate."""
 
     max_tokens: Count | None = None
@@ -41,11 +41,11 @@ class GenerateSampling(OpenAISampling, kw_only=True):
     prompt_token_logprobs: bool | None = None
 
 
-class GenerateRequest(Struct, kw_only=True):
+class TokensRequest(Struct, kw_only=True):
     """Body of /inference/v1/generate. Fields of the body precede ``sampling_params``."""
 
     token_ids: Annotated[list[int], Meta(min_length=1)]
-    sampling_params: GenerateSampling
+    sampling_params: TokensSampling
     request_id: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     model: str | None = None
     features: Empty = None
@@ -56,7 +56,7 @@ class GenerateRequest(Struct, kw_only=True):
     deadline_ms: float | None = None
 
 
-class GenerateChoice(Struct, kw_only=True):
+class TokensChoice(Struct, kw_only=True):
     """Generated tokens of a choice; in an event, only the new ones."""
 
     index: int
@@ -66,13 +66,13 @@ class GenerateChoice(Struct, kw_only=True):
     token_ids: list[int]
 
 
-class GenerateTokens(Struct, kw_only=True):
+class TokensBody(Struct, kw_only=True):
     """Answer of /inference/v1/generate. Lists of the prompt have one entry a token."""
 
     request_id: str
     model: str
     created: int
-    choices: list[GenerateChoice]
+    choices: list[TokensChoice]
     usage: UsageBody
     prompt_logprobs: list[dict[str, PromptLogprob] | None] | None = None
     prompt_token_logprobs: list[float | None] | UnsetType = UNSET
@@ -80,11 +80,11 @@ class GenerateTokens(Struct, kw_only=True):
     weight_versions: list[ChoiceVersions]
 
 
-class GenerateEvent(Struct, kw_only=True):
+class TokensEvent(Struct, kw_only=True):
     """Event of a stream. The one before ``[DONE]`` has the versions of the weights."""
 
     request_id: str
-    choices: list[GenerateChoice]
+    choices: list[TokensChoice]
     usage: UsageBody | None = None
     weight_version: str | UnsetType = UNSET
     weight_versions: list[ChoiceVersions] | UnsetType = UNSET
@@ -93,21 +93,21 @@ class GenerateEvent(Struct, kw_only=True):
 class GenerateWriter(AnswerWriter[Answers]):
     """Encodes the answer to one body."""
 
-    def __init__(self, service: Service, head: Head, body: GenerateRequest) -> None:
+    def __init__(self, service: Service, head: Head, body: TokensRequest) -> None:
         self._service, self._head = service, head
         self._request_id = body.request_id or head.id
         self._sampling = body.sampling_params
         options = body.stream_options
         self._include_usage = bool(options and options.include_usage)
 
-    def body(self, answer: Answers, completion: Completion) -> GenerateTokens:
+    def body(self, answer: Answers, completion: Completion) -> TokensBody:
         """Return the whole answer. Raises `ApiError` for an answer without a token."""
         choices = []
         for choice in completion.choices:
             if not is_pause(choice):
                 refuse_aborted(self._service, choice.finish_reason, len(choice.token_ids))
             choices.append(
-                GenerateChoice(
+                TokensChoice(
                     index=choice.index,
                     logprobs=self._logprobs(choice.logprobs),
                     finish_reason=reason_of(choice),
@@ -123,7 +123,7 @@ class GenerateWriter(AnswerWriter[Answers]):
             more["prompt_token_logprobs"] = [
                 None if each is None else finite(each.logprob) for each in entries
             ]
-        return GenerateTokens(
+        return TokensBody(
             request_id=self._request_id,
             model=self._head.model,
             created=self._head.created,
@@ -136,7 +136,7 @@ class GenerateWriter(AnswerWriter[Answers]):
     def write(self, delta: TextDelta) -> Iterator[bytes]:
         if not delta.token_ids and delta.finish_reason is None:
             return
-        choice = GenerateChoice(
+        choice = TokensChoice(
             index=delta.index,
             logprobs=self._logprobs(delta.logprobs or None),
             finish_reason=None if delta.finish_reason is None else reason_of(delta),
@@ -144,13 +144,13 @@ class GenerateWriter(AnswerWriter[Answers]):
         )
         if delta.stop_reason is not None:
             choice.stop_reason = delta.stop_reason
-        yield event(GenerateEvent(request_id=self._request_id, choices=[choice]))
+        yield event(TokensEvent(request_id=self._request_id, choices=[choice]))
 
     @override
     def end(self, answer: Answers) -> Iterator[bytes]:
         found = versions_of(answer.ended_choices())
         yield event(
-            GenerateEvent(
+            TokensEvent(
                 request_id=self._request_id,
                 choices=[],
                 usage=usage_body(answer.usage) if self._include_usage else None,
@@ -181,22 +181,23 @@ class GenerateReply(AnswerReply[Answers]):
         return None if is_pause(delta) else super()._refusal(delta)
 
 
-class Generate(Dialect[GenerateRequest]):
+class Generate(Dialect[TokensRequest]):
     """Continue a prompt of token ids, and return token ids, whole or as a stream."""
 
     path = "/inference/v1/generate"
-    body = GenerateRequest
-    answer: ClassVar[Any] = GenerateTokens
-    event: ClassVar[Any] = GenerateEvent
+    body = TokensRequest
+    answer: ClassVar[Any] = TokensBody
+    event: ClassVar[Any] = TokensEvent
 
     @override
-    def check(self, body: GenerateRequest) -> None:
+    def check(self, body: TokensRequest) -> None:
         super().check(body)
         self.service.check_range(body.sampling_params, most_temperature=self.most_temperature)
 
     @override
-    async def open(self, body: GenerateRequest) -> Reply:
+    async def open(self, body: TokensRequest) -> Reply:
         """Submit the prompt."""
+        self.service.settings.limits.check_body(body.sampling_params)
         asked, params = await self._read(body)
         head = Head(prefix="gen", model=self.service.model)
         (name,) = prompt_ids(head, 1)
@@ -204,7 +205,7 @@ class Generate(Dialect[GenerateRequest]):
         writer = GenerateWriter(self.service, head, body)
         return GenerateReply(self.service, writer, Answers([answer], self.service.llm.forget))
 
-    async def _read(self, body: GenerateRequest) -> tuple[TrainerTextRequest, SamplingParams]:
+    async def _read(self, body: TokensRequest) -> tuple[TrainerTextRequest, SamplingParams]:
         """Return the body as one of a text completion, with its sampling parameters."""
         fields = msgspec.structs.asdict(body.sampling_params)
         for name in ("model", "stream", "cache_salt", "priority", "deadline_ms"):
@@ -215,9 +216,9 @@ class Generate(Dialect[GenerateRequest]):
         return asked, params
 
     @override
-    def rename(self, error: InvalidRequest, body: GenerateRequest) -> None:
+    def rename(self, error: InvalidRequest, body: TokensRequest) -> None:
         name = error.param
         if name == "prompt":
             error.rename("token_ids")
-        elif name in GenerateSampling.__struct_fields__ and getattr(body, name, None) is None:
+        elif name in TokensSampling.__struct_fields__ and getattr(body, name, None) is None:
             error.rename(f"sampling_params.{name}")

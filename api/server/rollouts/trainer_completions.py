@@ -121,6 +121,7 @@ class TrainerTextRoute(CompletionsRoute):
         if num_top is None:
             return await super().read(body)
         field = "prompt_logprobs" if body.prompt_logprobs is not None else "prompt_token_logprobs"
+        self.service.settings.limits.check(field, num_top, "max_top_logprobs")
         if body.stream:
             raise InvalidRequest(f"{field} cannot be streamed", param=field)
         if body.echo:

@@ -75,7 +75,7 @@ def test_every_limit_stands_in_the_documentation_with_its_default():
 @pytest.mark.parametrize(
     "args",
     [
-        ["--max-n", "17"], ["--max-n", "0"], ["--max-stop-bytes", "65KiB"],
+        ["--max-n", "65"], ["--max-n", "0"], ["--max-stop-bytes", "65KiB"],
         ["--max-top-logprobs", "21"], ["--max-logit-bias", "1025"], ["--max-tools", "9999"],
         ["--header-seconds", "0"], ["--idle-seconds", "nan"], ["--max-json-depth", "1000"],
         ["--max-header-bytes", "1"], ["--admin-key", ""], ["--api-key", " k"],
@@ -350,6 +350,6 @@ def test_the_last_of_two_fields_of_one_name_counts(http, engine):
 
 
 def test_limits_refuse_values_that_are_none():
-    with pytest.raises(InvalidRequest, match="max_n must be at most 16") as info:
-        Limits(max_n=17)
+    with pytest.raises(InvalidRequest, match="max_n must be at most 64") as info:
+        Limits(max_n=65)
     assert info.value.param == "max_n"
