@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import base64
 import json
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from foretoken import InvalidRequest
@@ -203,6 +205,35 @@ def test_requests_wait_in_a_pause_and_abort_ends_running_ones(url: str) -> None:
         post(url, "/resume", {})
         assert later.result()["choices"][0]["text"]
     assert post(url, "/pause?mode=stop", {}).error["param"] == "mode"
+
+
+def test_rows_of_a_batch_that_a_pause_ended_run_again(url: str) -> None:
+    bodies = [BODY | {"max_tokens": 150, "ignore_eos": True, "seed": number} for number in range(4)]
+    expected = [answer(url, **body)["choices"][0]["text"] for body in bodies]
+    rows = (
+        {"custom_id": str(number), "method": "POST", "url": "/v1/completions", "body": body}
+        for number, body in enumerate(bodies)
+    )
+    data = "\n".join(map(json.dumps, rows)).encode()
+    file = httpx.post(
+        f"{url}/v1/files", data={"purpose": "batch"}, files={"file": ("b.jsonl", data)}
+    ).json()
+    asked = {"endpoint": "/v1/completions", "completion_window": "24h"}
+    batch = post(url, "/v1/batches", asked | {"input_file_id": file["id"]}).json
+    while get(url, f"/v1/batches/{batch['id']}").json["status"] == "validating":
+        time.sleep(0.01)  # as a client polls
+    for _ in range(3):
+        assert post(url, "/pause", {}).status == 200
+        assert post(url, "/resume", {}).status == 200
+    while (state := get(url, f"/v1/batches/{batch['id']}").json)["status"] != "completed":
+        assert state["status"] in ("in_progress", "finalizing")
+        time.sleep(0.01)
+    found = httpx.get(f"{url}/v1/files/{state['output_file_id']}/content").text.splitlines()
+    texts = {
+        row["custom_id"]: row["response"]["body"]["choices"][0]["text"]
+        for row in map(json.loads, found)
+    }
+    assert [texts[str(number)] for number in range(4)] == expected
 
 
 def test_the_remaining_routes_of_trainers(url: str) -> None:

@@ -76,6 +76,11 @@ class Rollouts:
         return self._exchange.max_bytes
 
     @property
+    def num_aborts(self) -> int:
+        """Number of pauses that ended the accepted requests."""
+        return self._engine.num_aborts
+
+    @property
     def is_paused(self) -> bool:
         """Whether the engine is paused."""
         return self._engine.is_paused

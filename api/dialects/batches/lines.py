@@ -198,21 +198,27 @@ class LineRunner:
     async def _answer(self, line: bytes, caller: bytes) -> OutputLine | None:
         """Return the answer to a line; None if the server shuts down before it is complete."""
         request = decode_line(line)
-        context = RequestContext(
-            {"type": "http", "method": "POST", "path": request.url, "headers": []},
-            caller=caller,
-            num_bytes=len(line),
-            in_batch=True,
-        )
-        CONTEXT.set(context)  # affects only this task
-        status, body = await self._tried(self._dialects[request.url], bytes(request.body))
-        is_cut = any("abort" in answer.finish_reasons for answer in context.answers)
+        scope = {"type": "http", "method": "POST", "path": request.url, "headers": []}
+        while True:
+            context = RequestContext(scope, caller=caller, num_bytes=len(line), in_batch=True)
+            CONTEXT.set(context)  # affects only this task
+            num_pauses = self._num_pauses()
+            status, body = await self._tried(self._dialects[request.url], bytes(request.body))
+            is_cut = any("abort" in answer.finish_reasons for answer in context.answers)
+            if not is_cut or self._num_pauses() == num_pauses:
+                break
+            # A trainer's pause ended the answer. The next one waits until the pause is over.
         if self._service.outage is not None and (status != HTTPStatus.OK or is_cut):
             return None
         response = LineResponse(status_code=status, request_id=random_id(), body=body)
         return OutputLine(
             id=f"batch_req_{random_id()}", custom_id=request.custom_id, response=response
         )
+
+    def _num_pauses(self) -> int:
+        """Return how often a trainer has ended all requests."""
+        rollouts = self._service.llm.built.rollouts
+        return 0 if rollouts is None else rollouts.num_aborts
 
     async def _tried(self, dialect: Dialect[Any], data: bytes) -> tuple[int, Any]:
         """Return the status and the body of an answer. Retry while the engine has no room.

@@ -57,7 +57,10 @@ def foreign_page(scope: Scope, settings: Settings) -> ApiError | None:
 def is_loopback(host: str) -> bool:
     """Whether a host name or IP address belongs to the loopback interface."""
     try:
-        return ipaddress.ip_address(host).is_loopback
+        address = ipaddress.ip_address(host)
+        # A socket for both families names a client of the old one by a mapped address.
+        mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+        return (mapped or address).is_loopback
     except ValueError:
         return host == "localhost" or host.endswith(LOCAL_SUFFIXES)
 

@@ -46,6 +46,8 @@ def versions_of(choices: Iterable[EndedChoice]) -> AnswerVersions:
         spans = [
             TokenSpan(start=each.start, version=each.version) for each in usage.weight_versions
         ]
+        while len(spans) > 1 and spans[-1].start >= usage.completion_tokens > 0:
+            spans.pop()  # the answer ended before this version computed a token
         found.append(ChoiceVersions(index=choice.number, spans=spans))
         if usage.num_updates > newest:
             newest, version = usage.num_updates, spans[-1].version

@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 PauseMode: TypeAlias = Literal["abort", "wait", "keep"]
 """What a pause does with running requests: end them, let them finish, or stop them until resume."""
 PAUSE_MODES: tuple[PauseMode, ...] = get_args(PauseMode)
+
 PAUSED = "pause"  # stop reason of a request that a pause ended
 
 
@@ -66,6 +67,7 @@ class UpdatableEngine(Engine):
         self.weight_version = FIRST_VERSION
         self._cache = scheduler.cache
         self._num_updates = 0
+        self.num_aborts = 0  # number of pauses that ended the accepted requests
         self._mode: PauseMode | None = None
         self._is_at_rest = False  # whether the pause has taken effect
         self._pausing: list[asyncio.Future[None]] = []  # callers of `pause` that wait
@@ -83,12 +85,15 @@ class UpdatableEngine(Engine):
 
         All accepted requests end with the finish reason "abort" (abort), all of them run to their
         end first (wait), or they stop where they are and go on after `resume` (keep). Later
-        requests wait in the queue. Raises `InvalidRequest` for another mode and if `resume` or a
+        requests wait in the queue. A caller that is cancelled ends a pause that has not taken
+        effect. Raises `InvalidRequest` for another mode and if `resume` or a
         pause of another mode comes first, and `EngineDead`.
         """
         if mode not in PAUSE_MODES:
             raise InvalidRequest(f"mode must be one of {', '.join(PAUSE_MODES)}", param="mode")
         self._require_alive()
+        if mode == self._mode and self._is_at_rest:
+            return
         if mode != self._mode:
             self._end_pausing(InvalidRequest("a pause of another mode replaced this pause"))
             self._inbox.let_go()
@@ -98,7 +103,13 @@ class UpdatableEngine(Engine):
         reached: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._pausing.append(reached)
         self._inbox.notify()
-        await reached
+        try:
+            await reached
+        except asyncio.CancelledError:
+            self._pausing = [each for each in self._pausing if each is not reached]
+            if not self._is_at_rest and not self._pausing:
+                self.resume()  # else requests would wait for a resume that may never come
+            raise
 
     def resume(self) -> None:
         """End a pause; without a pause nothing happens."""
@@ -187,6 +198,7 @@ class UpdatableEngine(Engine):
     def _abort_accepted(self) -> None:
         """End the requests that were accepted before the pause, preempted ones among them."""
         now = self._clock()
+        self.num_aborts += 1
         self._inbox.drain(now)
         waiting = [each.request_id for each in self.scheduler.waiting.requests]
         for request_id in [*self.scheduler.running, *waiting]:

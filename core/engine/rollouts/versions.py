@@ -27,6 +27,8 @@ class VersionedUsage(Usage):
 
     weight_versions: list[VersionSpan]
     num_updates: int  # number of updates before the version of the last span
+    # Computed tokens, preemptions and output tokens of the request when the last span began.
+    work: tuple[int, int, int] = (0, 0, 0)
 
 
 def begin_spans(request: Request, version: str, num_updates: int) -> None:
@@ -39,8 +41,8 @@ def begin_span(request: Request, version: str, num_updates: int) -> None:
     """Begin a span of ``version`` at the next token of a request that has not ended."""
     usage = request.usage
     assert isinstance(usage, VersionedUsage), "the engine made it when the request was submitted"
-    is_new = not (request.num_computed or request.num_preemptions or request.num_output)
-    if is_new:  # the former versions computed nothing
-        usage.weight_versions.clear()
+    work = (request.num_computed, request.num_preemptions, request.num_output)
+    if usage.work == work:  # the last version computed nothing
+        usage.weight_versions.pop()
     usage.weight_versions.append(VersionSpan(request.num_output, version))
-    usage.num_updates = num_updates
+    usage.num_updates, usage.work = num_updates, work

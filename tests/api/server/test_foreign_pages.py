@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import httpx
 import pytest
 
+from foretoken.api.server.guards.foreign_pages import is_loopback
 from support.given import listening
 
 BODY = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
@@ -170,3 +171,19 @@ def test_loopback_is_found_by_the_address_that_it_listens_on() -> None:
     ):
         settings = listening(*flags, "--allowed-host", "box").settings
         assert (settings.loopback_only, settings.allowed_hosts) == (loopback_only, ("box",))
+
+
+@pytest.mark.parametrize(
+    ("host", "is_local"),
+    [
+        ("127.0.0.1", True),
+        ("::1", True),
+        ("::ffff:127.0.0.1", True),  # the old family's client of a socket for both
+        ("::ffff:10.0.0.1", False),
+        ("10.0.0.1", False),
+        ("localhost", True),
+        ("elsewhere", False),
+    ],
+)
+def test_which_addresses_are_this_machine_s(host: str, is_local: bool) -> None:
+    assert is_loopback(host) == is_local

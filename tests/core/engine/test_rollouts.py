@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from foretoken.core.engine.inbox import TokenStream
-from foretoken.core.engine.rollouts.updatable_engine import UpdatableEngine
+from foretoken.core.engine.rollouts.updatable_engine import PauseMode, UpdatableEngine
 from foretoken.core.engine.rollouts.versions import VersionedUsage
 from foretoken.core.errors import DeadlineExceeded, EngineDead, InvalidRequest
 from foretoken.core.interface.request import Delta, Request
@@ -139,6 +139,37 @@ async def test_a_pause_that_did_not_take_effect_raises_an_error() -> None:
         await fourth
 
 
+@pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
+async def test_a_second_pause_of_the_same_mode_changes_nothing(mode: PauseMode) -> None:
+    engine = make_engine()
+    await engine.start()
+    await engine.pause(mode)
+    later = engine.submit(make_request("b", [3, 2, 1]))
+    await engine.pause(mode)
+    assert engine.is_paused
+    assert not later.ended
+    assert later.request.num_output == 0
+    engine.resume()
+    assert (await collect(later))[0] == answer([3, 2, 1], 8)
+    await engine.close()
+
+
+async def test_a_pause_whose_caller_has_gone_before_it_took_effect_is_over() -> None:
+    engine = make_engine()
+    await engine.start()
+    stream = await begun(engine)
+    pausing = asyncio.create_task(engine.pause("wait"))
+    await asyncio.sleep(0)
+    pausing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await pausing
+    later = engine.submit(make_request("b", [3, 2, 1]))
+    assert (await collect(later))[0] == answer([3, 2, 1], 8)
+    await collect(stream)
+    assert not engine.is_paused
+    await engine.close()
+
+
 async def test_wait_lets_earlier_requests_end_and_holds_later_ones() -> None:
     engine = make_engine()
     await engine.start()
@@ -253,7 +284,7 @@ async def test_spans_say_which_version_computed_each_token() -> None:
     await collect(kept)
     await collect(waiting)
     assert second == "2"
-    assert spans(kept.request) == [(0, "0"), (first, "step-7"), (first, "2")]
+    assert spans(kept.request) == [(0, "0"), (first, "2")], "step-7 computed nothing"
     assert spans(waiting.request) == [(0, "2")]
     new = engine.submit(make_request("c", [3, 2, 1]))
     await collect(new)
