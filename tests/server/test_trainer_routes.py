@@ -230,3 +230,8 @@ def test_a_pause_ends_answers_with_the_reason_abort(url: str, path: str) -> None
     post(url, "/resume", {})
     assert '"finish_reason":"abort"' in rest
     assert '"stop_reason":"pause"' in rest
+
+
+def test_a_format_of_the_config_that_does_not_exist_is_refused(url: str) -> None:
+    refused = get(url, "/server_info?config_format=yaml")
+    assert (refused.status, refused.error["param"]) == (400, "config_format")

@@ -92,6 +92,9 @@ class OperatorRoutes(Endpoints):
 
         With ``config_format`` json, the answer also has ``vllm_config``, as vLLM's answer has.
         """
+        asked = request.query_params.get("config_format", "text")
+        if asked not in ("json", "text"):
+            raise InvalidRequest("config_format must be json or text", param="config_format")
         built = self.service.llm.built
         info = protocol.ServerInfo(
             **_model_facts(self.service),
@@ -100,7 +103,7 @@ class OperatorRoutes(Endpoints):
             settings=_without_paths(built.settings),
             limits=asdict(self.service.settings.limits),
         )
-        if request.query_params.get("config_format") == "json":
+        if asked == "json":
             info.vllm_config = vllm_config(self.service)
         return JsonResponse(info)
 

@@ -68,5 +68,5 @@ def test_weights_of_another_layout_are_refused(tmp_path: Path) -> None:
 def test_numbers_that_the_structs_of_kernels_copy_are_refused(tmp_path: Path) -> None:
     paths = [make_checkpoint(tmp_path / str(seed), "gemma4", seed=seed) for seed in (0, 1)]
     old, new = map(load, paths)
-    with pytest.raises(ModelLoadError, match="cannot be replaced: .*factors"):
+    with pytest.raises(ModelLoadError, match=r"cannot be replaced: .*factors"):
         pair_tensors(old.weights, new.weights)
