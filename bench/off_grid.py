@@ -11,12 +11,10 @@ import json
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from ..api.build.model_files import checked_smollm2
-from ..core.model.opening import open_model
-from ..core.ops.quantize import QuantizedWeight
+from ..api.train.twins import Weights, write_twin
 
 SEED = 3
 _READS_STREAM = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
@@ -25,29 +23,12 @@ _ADDS_TO_STREAM = ("o_proj", "down_proj")
 
 def write_off_grid(out: Path) -> Path:
     """Write the folder in Hugging Face format, in bfloat16; a complete folder is left unchanged."""
-    done = out / "model.safetensors"
-    if done.exists():
-        return out
-    from transformers import AutoConfig, AutoTokenizer
 
-    file = checked_smollm2()
-    out.mkdir(parents=True, exist_ok=True)
-    config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
-    config.dtype = torch.bfloat16
-    config.save_pretrained(out)
-    AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(out)
-    checkpoint = open_model(file).checkpoint
-    weights = {name: _plain(checkpoint.read(name)) for name in checkpoint.shapes}
-    heads = json.loads((out / "config.json").read_text())
-    permuted = _permuted(weights, heads["num_attention_heads"], heads["num_key_value_heads"])
-    part = out / "part"
-    save_file({k: v.bfloat16().contiguous() for k, v in permuted.items()}, part, {"format": "pt"})
-    part.rename(done)
-    return out
+    def permuted(weights: Weights) -> Weights:
+        heads = json.loads((out / "config.json").read_text())
+        return _permuted(weights, heads["num_attention_heads"], heads["num_key_value_heads"])
 
-
-def _plain(weight: object) -> Tensor:
-    return weight.dequantize() if isinstance(weight, QuantizedWeight) else weight  # type: ignore[return-value]
+    return write_twin(checked_smollm2(), out, dtype=torch.bfloat16, change=permuted)
 
 
 def _permuted(weights: dict[str, Tensor], num_heads: int, num_kv_heads: int) -> dict[str, Tensor]:

@@ -30,7 +30,7 @@ from foretoken.api.train.losses import engine_valued, group_advantages, importan
 from foretoken.api.train.numerics import kl_sample_train
 from foretoken.api.train.policy import FILE, LoraPolicy
 from foretoken.api.train.rollouts import Rollout, sample, score
-from foretoken.api.train.twins import write_float32
+from foretoken.api.train.twins import write_twin
 
 PROMPT = 'Q: 7+1\nA: {{"sum": 8}}\nQ: {}+{}\nA:'
 NUMBERS = range(1, 10)
@@ -295,7 +295,7 @@ def main() -> None:
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default)
     given = vars(parser.parse_args())
     out: Path = given.pop("out")
-    folder = write_float32(checked_smollm2(), out / "base")
+    folder = write_twin(checked_smollm2(), out / "base")
     asyncio.run(train(folder, out, Options(**given), *make_tasks(), report=show))
 
 

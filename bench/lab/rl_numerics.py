@@ -35,7 +35,7 @@ from ...api.train.losses import engine_valued, group_advantages, importance_samp
 from ...api.train.numerics import SampleTrainKL, kl_sample_train
 from ...api.train.policy import FILE, LoraPolicy
 from ...api.train.rollouts import POLICY, Tokens, score
-from ...api.train.twins import write_float32
+from ...api.train.twins import write_twin
 from ..common.report import RESULTS, heading, read_options, table, write_json
 
 SUBJECTS = ("The miller", "A young clerk", "The last train", "Her brother", "The old harbour")
@@ -284,7 +284,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         work = Path(name)
         folder = BUILTIN / "target" if args.model == "builtin" else Path(args.model)
         if args.model == "smollm2":
-            folder = write_float32(checked_smollm2(), work / "base")
+            folder = write_twin(checked_smollm2(), work / "base")
         run = check(folder, work / "new", lengths, draft=args.draft, threads=args.threads)
         rows = asyncio.run(run)
     print(table(rows))

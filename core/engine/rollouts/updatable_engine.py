@@ -86,8 +86,8 @@ class UpdatableEngine(Engine):
         All accepted requests end with the finish reason "abort" (abort), all of them run to their
         end first (wait), or they stop where they are and go on after `resume` (keep). Later
         requests wait in the queue. A caller that is cancelled ends a pause that has not taken
-        effect. Raises `InvalidRequest` for another mode and if `resume` or a
-        pause of another mode comes first, and `EngineDead`.
+        effect. Raises `InvalidRequest` for an unknown mode, and if `resume` or a pause of another
+        mode comes first; raises `EngineDead`.
         """
         if mode not in PAUSE_MODES:
             raise InvalidRequest(f"mode must be one of {', '.join(PAUSE_MODES)}", param="mode")
