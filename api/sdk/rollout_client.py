@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from typing_extensions import override
+
 from ...core.errors import InvalidRequest
 from ..build.updates.new_weights import SharedWeights, WeightFolder
 from ..runtime.engine_client import EngineClient
@@ -24,6 +26,12 @@ class RolloutClient(EngineClient):
     The usage of an answer with one choice then has ``weight_versions``: for each version that
     computed a part of the answer, the number of its first token and its name.
     """
+
+    @override
+    async def close(self, *, drain_seconds: float = 0.0) -> None:
+        if self._built is not None and self._built.rollouts is not None:
+            self._built.rollouts.resume()  # else nothing would end within ``drain_seconds``
+        await super().close(drain_seconds=drain_seconds)
 
     async def pause(self, mode: PauseMode = "abort") -> None:
         """Run no step until `resume`; return when none runs.

@@ -167,7 +167,7 @@ def test_a_digest_that_nothing_is_compared_with_and_an_unreadable_folder_are_ref
     assert (refused.status, refused.error["param"]) == (400, "sha256")
     refused = change(url, {"path": "/" + 300 * "a"})
     assert refused.status == 400
-    assert "cannot be read" in refused.error["message"]
+    assert "cannot be read or staged" in refused.error["message"]
     assert version(url) == former
 
 

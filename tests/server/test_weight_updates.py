@@ -277,3 +277,19 @@ def test_a_self_draft_that_cannot_follow_stops_no_later_update(
 
     assert loop.run(update_twice()) == ["1", "2"]
     assert "the self-draft keeps the weights of an earlier version" in caplog.text
+
+
+def test_a_paused_engine_that_is_closed_lets_its_calls_end(loop: asyncio.Runner) -> None:
+    async def close_paused() -> list[int]:
+        llm = AsyncLLM(TARGET, **OPTIONS)
+        await llm.start()
+        task = await begun(llm, 0)
+        await llm.pause("keep")
+        verifying = asyncio.create_task(llm.verify(PROMPTS[1], [40, 41], PARAMS[1]))
+        while not llm._num_calls:  # noqa: ASYNC110 - it begins in this loop
+            await asyncio.sleep(0)
+        await llm.close(drain_seconds=60)
+        assert not (await verifying).verified
+        return await task
+
+    assert len(loop.run(close_paused())) == 200

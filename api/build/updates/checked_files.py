@@ -7,7 +7,7 @@ loader reads it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
@@ -48,16 +48,17 @@ class ServedTensors:
 
         Raises `WeightsRefused`.
         """
-        try:
-            files, folder = new.checked_files(), HeldFolder()
-        except OSError as error:
-            raise WeightsRefused(f"the new weights cannot be read: {error.strerror}") from None
-        with folder as held:
-            staged = held.path
-            for config, content in self._configs.items():
-                (staged / config).write_bytes(content)
-            for name, file in files.items():
-                (staged / name).symlink_to(file)
+        with ExitStack() as stack:
+            try:
+                files = new.checked_files()
+                staged = stack.enter_context(HeldFolder()).path
+                for config, content in self._configs.items():
+                    (staged / config).write_bytes(content)
+                for name, file in files.items():
+                    (staged / name).symlink_to(file)
+            except OSError as error:
+                message = f"the new weights cannot be read or staged: {error.strerror}"
+                raise WeightsRefused(message) from None
             try:
                 found = TensorFiles(staged)
                 self._check_headers(found.entries)

@@ -46,9 +46,11 @@ def versions_of(choices: Iterable[EndedChoice]) -> AnswerVersions:
         spans = [
             TokenSpan(start=each.start, version=each.version) for each in usage.weight_versions
         ]
+        num_updates = usage.num_updates
         while len(spans) > 1 and spans[-1].start >= usage.completion_tokens > 0:
             spans.pop()  # the answer ended before this version computed a token
+            num_updates -= 1
         found.append(ChoiceVersions(index=choice.number, spans=spans))
-        if usage.num_updates > newest:
-            newest, version = usage.num_updates, spans[-1].version
+        if num_updates > newest:
+            newest, version = num_updates, spans[-1].version
     return AnswerVersions(weight_version=version, weight_versions=found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from array import array
 from dataclasses import replace
 
@@ -12,6 +13,8 @@ from foretoken.core.engine.inbox import TokenStream
 from foretoken.core.engine.rollouts.updatable_engine import PauseMode, UpdatableEngine
 from foretoken.core.engine.rollouts.versions import VersionedUsage
 from foretoken.core.errors import DeadlineExceeded, EngineDead, InvalidRequest
+from foretoken.core.interface.output import StepOutput
+from foretoken.core.interface.plan import StepPlan
 from foretoken.core.interface.request import Delta, Request
 from foretoken.core.scheduling.scheduler import Scheduler
 from foretoken.radix_cache import PrefixCache
@@ -301,6 +304,44 @@ async def test_a_swap_runs_between_two_steps_of_a_busy_engine() -> None:
         await collect(stream)
         assert [*stream.request.tokens[len(PROMPT) :]] == answer(PROMPT, 200)
         assert [version for _, version in spans(stream.request)] == ["0", "1"]
+    await engine.close()
+
+
+class Gated(FakeRunner):
+    """A step waits until `may_end` is set; `began` is set meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__(4)
+        self.began, self.may_end = threading.Event(), threading.Event()
+        self.in_step = False
+
+    def step(self, plan: StepPlan) -> StepOutput:
+        self.in_step, self.thread = True, threading.get_ident()
+        self.began.set()
+        self.may_end.wait(60)
+        output = super().step(plan)
+        self.in_step = False
+        return output
+
+
+async def test_a_swap_waits_for_the_step_that_runs_and_runs_in_its_thread() -> None:
+    scheduler = Scheduler(VersionedPrefixCache(64, 4), make_scheduler().limits, FixedDepth(0))
+    engine = UpdatableEngine(scheduler, runner := Gated())
+    await engine.start()
+    stream = engine.submit(make_request("a", PROMPT))
+    await asyncio.to_thread(runner.began.wait, 60)
+    copied: list[tuple[bool, bool]] = []
+
+    def copy() -> None:
+        copied.append((runner.in_step, threading.get_ident() == runner.thread))
+
+    swapping = asyncio.create_task(engine.swap_weights(copy))
+    await asyncio.sleep(0)
+    assert copied == []
+    runner.may_end.set()
+    await swapping
+    assert copied == [(False, True)]
+    assert (await collect(stream))[0] == answer(PROMPT, 8)
     await engine.close()
 
 
