@@ -97,7 +97,7 @@ class Limits:
     max_messages: int = _count(10_000, "maximum number of messages in a conversation")
     max_tools: int = _count(512, "maximum number of tools", most=MAX_TOOLS)
     max_prompts: int = _count(64, "maximum number of prompts in a request")
-    max_n: int = _count(16, "maximum number of answers to one prompt", most=MAX_N)
+    max_n: int = _count(MAX_N, "maximum number of answers to one prompt", most=MAX_N)
     max_stop_bytes: int = _bytes(
         16 * 2**10, "maximum total size of a request's stop strings", most=MAX_STOP_BYTES
     )

@@ -177,7 +177,7 @@ def test_what_no_route_could_answer_is_refused_as_there(url: str) -> None:
         (CHAT, {"messages": HI, "tools": [*CHAT_TOOLS, *CHAT_TOOLS]}),
         (CHAT, {"messages": HI, "response_format": {"type": "json_schema",
          "json_schema": {"name": "s", "schema": {"type": "no such"}}}}),
-        (CHAT, {"messages": HI, "n": 17}), (CHAT, {"messages": HI, "priority": 99}),
+        (CHAT, {"messages": HI, "n": 65}), (CHAT, {"messages": HI, "priority": 99}),
         (CHAT, {"messages": HI, "stop_token_ids": [10**6]}),
         (RESPONSES, {"input": long}), (RESPONSES, {"input": "hi", "background": True}),
         (RESPONSES, {"input": "hi", "previous_response_id": "resp_none"}),

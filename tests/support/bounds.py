@@ -6,7 +6,7 @@ NAN, INF = float("nan"), float("inf")
 HUGE = 10**400
 
 BAD: dict[str, list[object]] = {
-    "n": [0, -1, 17, 10**9, 1.5, "2", None, True],
+    "n": [0, -1, 65, 10**9, 1.5, "2", None, True],
     "temperature": [-1, -0.1, None, True, NAN, INF, HUGE, "hot"],
     "top_p": [2, 0, -0.1, 1.1, None, NAN, "x"],
     "top_k": [-7, -2, 0.5, 1.5, None, True, "x"],

@@ -245,7 +245,7 @@ async def test_a_replica_without_the_key_of_the_front_is_not_heard(
 ) -> None:
     async with front_of(ours) as front:
         with closing(ReplicaSocket(front.address, theirs)) as stranger:
-            assert stranger.send(Leaving(reason="let me in"))
+            stranger.send(Leaving(reason="let me in"))  # false if it is refused already
             assert await stranger.receive() is None  # the front has closed the connection
             async with connected(front, ours):
                 pass
@@ -254,7 +254,7 @@ async def test_a_replica_without_the_key_of_the_front_is_not_heard(
 async def test_a_replica_with_a_key_does_not_talk_to_a_front_without_one() -> None:
     async with front_of(None) as front:
         with closing(ReplicaSocket(front.address, KEY)) as replica:
-            assert replica.send(Leaving(reason="secret"))
+            replica.send(Leaving(reason="secret"))  # false if it is refused already
             assert await replica.receive() is None
             async with connected(front):
                 pass

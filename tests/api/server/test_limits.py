@@ -29,7 +29,7 @@ DEFAULTS = {
     "max_files_bytes": 2**30,
     "max_files": 10_000, "max_batches": 1_000, "file_seconds": 30 * 24 * 3600,
     "max_json_depth": 64, "max_json_containers": 65536, "max_json_values": 524288,
-    "max_messages": 10_000, "max_tools": 512, "max_prompts": 64, "max_n": 16,
+    "max_messages": 10_000, "max_tools": 512, "max_prompts": 64, "max_n": 64,
     "max_stop_bytes": 16 * 2**10, "max_logit_bias": 1024, "max_top_logprobs": 20,
 }  # fmt: skip
 
